@@ -1,0 +1,214 @@
+"""The fine grid, its integration weights, partitions into blocks, and the plans that read a head bank.
+
+Pure mathematics in float64, on the CPU, with no model in sight.
+
+One convention (design, decision 1): noise level sigma runs from about 1 (noise) to 0 (data), a state is
+``x = (1 - sigma) * x0 + sigma * eps`` and a velocity is ``dx / dsigma = eps - x0``. A base clock ``u`` falls
+from ``grid_max_t`` to 0 in N equal intervals; each modality reads its own ``sigma_m(u)`` from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+GRID_MAX_T = 0.999  # the seed's largest noise level; models trained up to sigma = 1 - 1/1000 never saw 1
+
+
+@dataclass(frozen=True)
+class Shift:
+    """The rational time shift ``f(u) = s u M / (u (s - 1) + M)``, which keeps 0 and ``M`` in place.
+
+    With ``M = 1`` this is the shift of Diffusers' flow-matching schedulers. Shifts compose:
+    ``f_r(f_s(u)) = f_{r s}(u)``, so the inverse of ``f_s`` is ``f_{1/s}``.
+    """
+
+    shift: float
+    max_t: float = GRID_MAX_T
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Noise level at base clock ``u`` (any shape, in ``[0, max_t]``)."""
+        return self.shift * u * self.max_t / (u * (self.shift - 1) + self.max_t)
+
+    def inverse(self, sigma: Tensor) -> Tensor:
+        """Base clock at noise level ``sigma`` (any shape)."""
+        return Shift(1 / self.shift, self.max_t)(sigma)
+
+    def difference(self, u: Tensor, w: Tensor, u_minus_w: Tensor) -> Tensor:
+        """``f(u) - f(w)`` without subtracting two nearly equal noise levels; the clock difference is given.
+
+        ``f(u) - f(w) = s M^2 (u - w) / ((u (s-1) + M) (w (s-1) + M))``.
+        """
+        a, m = self.shift - 1, self.max_t
+        return self.shift * m * m * u_minus_w / ((u * a + m) * (w * a + m))
+
+    def slope(self, u: Tensor) -> Tensor:
+        """``df / du`` at base clock ``u``."""
+        return self.shift * self.max_t**2 / (u * (self.shift - 1) + self.max_t) ** 2
+
+
+class Grid:
+    """N intervals of the base clock and what they are for every modality.
+
+    Args:
+        pdd_steps: N, the number of intervals (= heads).
+        shifts: modality name -> time shift (> 0).
+        max_t: the clock's start; 0.999 as in the seed, 1.0 for students that start from pure noise.
+
+    Raises:
+        ValueError: when an integration weight is zero or not finite (the seed's ``validate_finite_nonzero``).
+    """
+
+    def __init__(self, pdd_steps: int, shifts: Mapping[str, float], max_t: float = GRID_MAX_T):
+        self.pdd_steps = pdd_steps
+        self.max_t = max_t
+        self.schedules = {name: Shift(float(shift), max_t) for name, shift in shifts.items()}
+        self.u = max_t * torch.arange(pdd_steps, -1, -1, dtype=torch.float64) / pdd_steps  # [N+1], falling
+        for name, h in self.h.items():
+            if not bool(torch.isfinite(h).all() & (h != 0).all()):
+                raise ValueError(
+                    f"shift {self.schedules[name].shift} of modality {name!r} with pdd_steps {pdd_steps} gives an "
+                    "integration weight that is zero or not finite; allowed is a moderate positive shift"
+                )
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        return tuple(self.schedules)
+
+    @cached_property
+    def sigma(self) -> dict[str, Tensor]:
+        """Modality -> noise level at every node, ``[N+1]``, falling from ``max_t`` to 0."""
+        return {name: schedule(self.u) for name, schedule in self.schedules.items()}
+
+    @cached_property
+    def h(self) -> dict[str, Tensor]:
+        """Modality -> signed integration weight of every interval, ``[N]``: ``x_{k+1} = x_k + h_k v_k``."""
+        width = torch.tensor(self.max_t / self.pdd_steps, dtype=torch.float64)
+        return {name: -f.difference(self.u[:-1], self.u[1:], width) for name, f in self.schedules.items()}
+
+    def block_weight(self, name: str, start: int, end: int) -> float:
+        """``sigma(u_end) - sigma(u_start)`` of a block, as the sum of its interval weights."""
+        return float(self.h[name][start:end].sum())
+
+    def fusion_weights(self, name: str, start: int, end: int) -> Tensor:
+        """Weights, summing to 1, that turn heads ``start..end-1`` into the block's mean velocity: ``[end - start]``.
+
+        The paper's layer fusion, ``W_{n:n+L} = sum_k (dsigma_k / sum dsigma) W_k``.
+        """
+        h = self.h[name][start:end]
+        return h / h.sum()
+
+    def plan(
+        self,
+        starts: Sequence[int],
+        ends: Sequence[Sequence[int]],
+        supervised: Sequence[Sequence[int]] | None = None,
+    ) -> dict[str, "Plan"]:
+        """Plan one forward: displacements from each sample's start to each of its ends, and supervised heads.
+
+        Args:
+            starts: node n of every sample, length B.
+            ends: for every sample its D end nodes, each ``>= n``; an end equal to n gives a zero displacement.
+            supervised: for every sample the S heads whose velocity is wanted with gradient.
+
+        Returns:
+            Modality -> :class:`Plan`. A displacement is ``sum_{k=n}^{end-1} h_k v_k``, to be added to the state.
+        """
+        lo = torch.tensor(starts)  # [B]
+        ends = torch.tensor(ends).reshape(len(starts), -1)  # [B, D]
+        width = max(int((ends - lo[:, None]).max()), 1) if ends.numel() else 1
+        # a window at the end of the grid is moved back, so that every sample's band has the same width
+        lo = torch.minimum(lo, torch.tensor(self.pdd_steps - width))
+        heads = lo[:, None] + torch.arange(width)  # [B, W]
+        inside = (heads[:, None] >= torch.tensor(starts)[:, None, None]) & (heads[:, None] < ends[..., None])
+        k = None if supervised is None else torch.tensor(supervised).reshape(len(starts), -1)
+        return {name: Plan(lo, h[heads][:, None] * inside, k) for name, h in self.h.items()}
+
+    def fused_plan(self, start: int, end: int) -> dict[str, "Plan"]:
+        """Plan of one sampling block: the mean velocity over ``[start, end)``, the same for every sample."""
+        lo = torch.tensor([start])
+        return {m: Plan(lo, self.fusion_weights(m, start, end)[None, None], None) for m in self.modalities}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The few linear combinations of heads wanted from one forward, for one modality (design, decision 2).
+
+    The matrix of the design, ``[B, D, N]``, is kept as its non-zero band: row d of sample b combines heads
+    ``lo[b] .. lo[b] + W - 1``. A batch of 1 means that every sample wants the same combinations.
+
+    Attributes:
+        lo: first head that each sample's band reads, int64 ``[B]``.
+        combine: float64 ``[B, D, W]``; these directions carry no gradient.
+        supervised: int64 ``[B, S]`` or None; these heads are returned after the D directions, with gradient.
+    """
+
+    lo: Tensor
+    combine: Tensor
+    supervised: Tensor | None = None
+
+    @property
+    def num_directions(self) -> int:
+        """D + S, the number of directions one forward returns."""
+        return self.combine.shape[1] + (0 if self.supervised is None else self.supervised.shape[1])
+
+    def dense(self, pdd_steps: int) -> Tensor:
+        """The whole matrix, supervised rows included: float64 ``[B, D + S, N]``."""
+        matrix = self.combine.new_zeros(len(self.lo), self.combine.shape[1], pdd_steps)
+        index = (self.lo[:, None] + torch.arange(self.combine.shape[2]))[:, None].expand_as(self.combine)
+        matrix.scatter_(2, index, self.combine)
+        if self.supervised is None:
+            return matrix
+        return torch.cat([matrix, torch.nn.functional.one_hot(self.supervised, pdd_steps).to(matrix)], 1)
+
+
+def partition(pdd_steps: int, num_blocks: int, configured: Mapping[int, Sequence[int]] | None = None) -> list[int]:
+    """Nodes of a ``num_blocks``-block partition of the grid, ``0 .. N`` strictly increasing, length K+1.
+
+    The seed's ``pdd_student_step_indices``: the balanced ``arange(K+1) * N // K`` unless ``configured``
+    (``student_grid_indices``) has an explicit list for this K.
+
+    Raises:
+        ValueError: K outside ``1 .. N``, or an explicit list that does not run strictly from 0 to N in K blocks.
+    """
+    if not 1 <= num_blocks <= pdd_steps:
+        raise ValueError(f"a grid of pdd_steps {pdd_steps} has 1 to {pdd_steps} blocks, not {num_blocks}")
+    nodes = (configured or {}).get(num_blocks)
+    if nodes is None:
+        return [k * pdd_steps // num_blocks for k in range(num_blocks + 1)]
+    nodes = list(nodes)
+    rising = all(a < b for a, b in zip(nodes, nodes[1:]))
+    if len(nodes) != num_blocks + 1 or nodes[0] != 0 or nodes[-1] != pdd_steps or not rising:
+        raise ValueError(
+            f"student_grid_indices[{num_blocks}] is {nodes}; allowed are {num_blocks + 1} strictly increasing nodes "
+            f"from 0 to pdd_steps {pdd_steps}"
+        )
+    return nodes
+
+
+def widest_block(nodes: Sequence[int]) -> int:
+    """Width of a partition's widest block, in intervals."""
+    return max(b - a for a, b in zip(nodes, nodes[1:]))
+
+
+def fewest_blocks(pdd_steps: int, block_size_max: int) -> int:
+    """The smallest K whose balanced partition has no block wider than ``block_size_max``."""
+    return -(-pdd_steps // block_size_max)
+
+
+def carried_step_count(pdd_steps: int, block_size_min: int) -> int:
+    """Number of blocks of the highest-NFE partition, the one that carried trajectories walk.
+
+    Raises:
+        ValueError: ``pdd_steps`` is not a multiple of ``block_size_min``.
+    """
+    if pdd_steps % block_size_min:
+        raise ValueError(
+            f"pdd_steps {pdd_steps} must be a multiple of block_size_min {block_size_min}: carried trajectories walk "
+            "pdd_steps / block_size_min blocks"
+        )
+    return pdd_steps // block_size_min
