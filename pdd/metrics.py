@@ -71,6 +71,15 @@ def load_features(teacher_dir: str | Path) -> tuple[FeatureNet, dict[str, Tensor
     return net.eval().requires_grad_(False), reference
 
 
+def vague_prompts(teacher_dir: str | Path) -> list[str]:
+    """Prompts of a teacher folder that more than one class answers; empty without ``features/``."""
+    config = Path(teacher_dir) / "features" / "config.json"
+    if not config.exists():
+        return []
+    prompts = json.loads(config.read_text())["prompts"]
+    return [prompt for prompt, classes in prompts.items() if prompt and len(classes) > 1]
+
+
 def frechet_distance(a: Tensor, b: Tensor) -> float:
     """Frechet distance between the Gaussians fitted to two sets of features.
 

@@ -1,0 +1,107 @@
+"""What a family says about itself. Everything outside this folder is written against this class alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]  # modality -> [B, ...]
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where a modality's last linear sits in the transformer, and its output rows' order.
+
+    Attributes:
+        module: dotted name of the ``nn.Linear``.
+        patch: positions that one output row spans when rows are position-major ``(P, C)``; 1 when the transformer
+            passes tokens through, whatever is inside them.
+    """
+
+    module: str
+    patch: int = 1
+
+
+class Backbone:
+    """Base of the families: layout, time direction, velocity sign and conditioning of one Diffusers transformer.
+
+    A family converts, in its own file and nowhere else, between this project's convention (noise level sigma 1 -> 0,
+    velocity ``eps - x0``, states as the pipeline's unpacked latents) and what its transformer takes and gives.
+
+    Args:
+        config: the transformer's ``config.json``.
+        scheduler: the pipeline's ``scheduler_config.json``; empty when there is none.
+    """
+
+    heads: dict[str, Head]  # modality -> head; its order is the order of modalities everywhere
+    columns: tuple[str, ...]  # conditioning columns, each one an argument of the transformer
+    batched_guidance = True  # may conditional and unconditional samples share one forward?
+
+    def __init__(self, config: Mapping[str, Any], scheduler: Mapping[str, Any]):
+        self.config, self.scheduler = dict(config), dict(scheduler)
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        return tuple(self.heads)
+
+    @property
+    def latent_columns(self) -> dict[str, str]:
+        """Modality -> dataset column of its real latents; ``latents`` when there is one modality."""
+        return {m: "latents" if len(self.heads) == 1 else f"{m}_latents" for m in self.heads}
+
+    def shifts(self) -> dict[str, float]:
+        """Modality -> time shift of the checkpoint's own scheduler."""
+        return dict.fromkeys(self.heads, float(self.scheduler.get("shift") or 1.0))
+
+    def latent_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Modality -> shape of one sample's latents when no data says it."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        transformer: nn.Module,
+        state: State,
+        sigma: dict[str, Tensor],
+        cond: dict[str, Tensor],
+        directions: dict[str, int],
+    ) -> State:
+        """One forward of the transformer in its own dtype.
+
+        Args:
+            transformer: base or widened; its heads then already hold this forward's plans.
+            state: modality -> latents ``[B, ...]``.
+            sigma: modality -> noise levels ``[B]``, float32.
+            cond: column -> conditioning ``[B, ...]``.
+            directions: modality -> D, how many directions its head returns; 1 for a base transformer.
+
+        Returns:
+            Modality -> velocities ``eps - x0``, ``[B, D, ...]``, float32 or better.
+        """
+        raise NotImplementedError
+
+    def token_norm(self, velocity: State) -> State:
+        """Modality -> norm of every token of a velocity ``[B, ...]``, broadcastable to it."""
+        raise NotImplementedError
+
+    def to_images(self, latents: State) -> Tensor:
+        """Pictures ``[B, C, H, W]`` in [-1, 1] straight from latents, for previews without a decoder."""
+        raise NotImplementedError
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def patch_norm(latents: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """Norm over the channels and positions of each token, of latents ``[B, C, ...]`` with those spatial patches."""
+    squares = latents.square().sum(1, keepdim=True)  # [B, 1, ...]
+    pool = {2: nn.functional.avg_pool2d, 3: nn.functional.avg_pool3d}[len(patch)]
+    sums = pool(squares, patch) * math.prod(patch)
+    for axis, size in enumerate(patch):
+        sums = sums.repeat_interleave(size, axis + 2)
+    return sums.sqrt()

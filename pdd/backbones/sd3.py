@@ -1,0 +1,50 @@
+"""Stable Diffusion 3 and 3.5: pictures ``[B, C, H, W]``, time ``1000 sigma``, velocity ``eps - x0``."""
+
+from __future__ import annotations
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from pdd.backbones.base import Backbone, Head, State, at_least_float32, patch_norm
+
+
+class SD3(Backbone):
+    """The transformer unpatchifies inside its forward: rows ``(ph, pw, C)``, hence ``patch = p * p``."""
+
+    columns = ("prompt_embeds", "pooled_prompt_embeds")
+
+    @property
+    def heads(self) -> dict[str, Head]:
+        return {"image": Head("proj_out", self.config["patch_size"] ** 2)}
+
+    def latent_shapes(self) -> dict[str, tuple[int, ...]]:
+        size = self.config["sample_size"]
+        return {"image": (self.config["in_channels"], size, size)}
+
+    def forward(
+        self,
+        transformer: nn.Module,
+        state: State,
+        sigma: dict[str, Tensor],
+        cond: dict[str, Tensor],
+        directions: dict[str, int],
+    ) -> State:
+        dtype = transformer.proj_out.weight.dtype
+        # its unpatchify reads the channel count from the module: D directions look like D times the channels
+        transformer.out_channels = directions["image"] * (self.config["out_channels"] or self.config["in_channels"])
+        out = transformer(
+            hidden_states=state["image"].to(dtype),
+            timestep=sigma["image"] * 1000,
+            encoder_hidden_states=cond["prompt_embeds"].to(dtype),
+            pooled_projections=cond["pooled_prompt_embeds"].to(dtype),
+            return_dict=False,
+        )[0]  # [B, D * C, H, W]
+        return {"image": at_least_float32(rearrange(out, "b (d c) h w -> b d c h w", d=directions["image"]))}
+
+    def token_norm(self, velocity: State) -> State:
+        return {"image": patch_norm(velocity["image"], (self.config["patch_size"],) * 2)}
+
+    def to_images(self, latents: State) -> Tensor:
+        # no decoder: the first channels are picture enough to see a layout (and are the picture where C = 1)
+        image = latents["image"]
+        return image[:, :3] if image.shape[1] >= 3 else image[:, :1]

@@ -1,0 +1,439 @@
+"""Every knob, once: its default, its meaning, its unit, and the checks that need nothing but the knobs.
+
+A knob is a flag (``--pdd_steps 64``) and a key of a recipe (``pdd_steps: 64``); both are parsed as YAML. Names are the
+seed's where it has one. Everything wrong with them is a :class:`ConfigError` of one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pdd.grid import GRID_MAX_T, carried_step_count, fewest_blocks, partition, widest_block
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ConfigError(ValueError):
+    """Bad input: one line that names the knob, its value and what is allowed. Scripts exit with status 2 on it."""
+
+
+def knob(default: Any, help: str, unit: str = "", choices: Sequence[str] = (), fixed: bool = False) -> Any:
+    """A dataclass field with what ``--help`` says about it; ``fixed`` ones may not change when a run is resumed."""
+    factory = {"default_factory": lambda: default} if isinstance(default, (list, dict)) else {"default": default}
+    return field(**factory, metadata={"help": help, "unit": unit, "choices": tuple(choices), "fixed": fixed})
+
+
+@dataclass(frozen=True)
+class Model:
+    """teacher and grid"""
+
+    teacher: str = knob("", "folder of the teacher, as Diffusers saves a pipeline", fixed=True)
+    pdd_steps: int = knob(256, "N: intervals of the fine grid, one head each", fixed=True)
+    shift: float | dict | None = knob(
+        None, "rational time shift of the grid, one number or modality: number; the teacher's scheduler's if not given",
+        fixed=True,
+    )  # fmt: skip
+    grid_max_t: float = knob(GRID_MAX_T, "base clock at the grid's start", "noise level, 0..1", fixed=True)
+
+
+@dataclass(frozen=True)
+class Method:
+    """method"""
+
+    rollout_mode: str = knob(
+        "simulate", "where student inputs come from: real latents, or trajectories that the student itself carries",
+        choices=("simulate", "data_latent"), fixed=True,
+    )  # fmt: skip
+    block_size_min: int = knob(32, "stride of training starts and of carried trajectories", "intervals", fixed=True)
+    block_size_max: int = knob(128, "widest block that is supervised and may be sampled", "intervals")
+    student_grid_indices: dict | None = knob(
+        None, "explicit nodes of a partition, number of blocks: nodes from 0 to N; balanced if not given", fixed=True
+    )
+    stagger: str = knob(
+        "stream", "what starts at different rungs: streams (rank, accumulation round), or every sample of a batch",
+        choices=("stream", "sample"), fixed=True,
+    )  # fmt: skip
+    type_rk: str = knob(
+        "euler", "Runge-Kutta rule of the teacher's target on one interval",
+        choices=("euler", "midpoint", "heun", "rk4"),
+    )  # fmt: skip
+    num_targets: int = knob(1, "supervised heads per student forward, one in each equal part of the window")
+    loss_weights: dict = knob({}, "modality: weight in the total loss; 1 if not named")
+    precision_decoding: str = knob(
+        "fp32", "precision of trajectory arithmetic; forwards keep the model's", choices=("fp32", "fp64", "bf16")
+    )
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """teacher guidance"""
+
+    teacher_guidance_scale: float = knob(1.0, "classifier-free guidance folded into the teacher; 1 is none")
+    cfg_uncond: str | dict | None = knob(
+        None,
+        "what the unconditional forward sees: negative_prompt, empty_prompt, zeros or keep, or column: one of them",
+    )
+    negative_prompt: str = knob("", "prompt of cfg_uncond negative_prompt; a row of the dataset must have it")
+    guidance_rescale: bool = knob(False, "give every guided token the norm of the conditional one")
+
+
+@dataclass(frozen=True)
+class Data:
+    """data"""
+
+    data: str = knob("", "dataset folder (datasets.save_to_disk); <teacher>/conditioning or /latents if not given")
+    seed: int = knob(0, "seed of every draw", fixed=True)
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """optimization"""
+
+    train_micro_batch_size_per_gpu: int = knob(1, "batch of one forward", "samples per rank", fixed=True)
+    gradient_accumulation_steps: int = knob(1, "forwards per update; each carries its own trajectories", fixed=True)
+    max_train_steps: int = knob(1000, "length of the run", "updates")
+    learning_rate: float = knob(1e-5, "learning rate of the backbone")
+    head_learning_rate: float | None = knob(None, "learning rate of the heads; learning_rate if not given")
+    lr_scheduler: str = knob("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = knob(0, "linear warm-up of the learning rates", "updates")
+    betas: list = knob([0.9, 0.999], "AdamW's two averages")
+    weight_decay: float = knob(0.0, "AdamW's weight decay")
+    gradient_clipping: float = knob(1.0, "largest gradient norm; 0 clips nothing")
+    ema_decay: float = knob(0.0, "decay of the weight average that validation and the student then use; 0 keeps none")
+    ema_start_step: int = knob(0, "the average restarts from the weights until here", "updates")
+    gradient_checkpointing: bool = knob(False, "recompute the backbone's activations in backward")
+
+
+@dataclass(frozen=True)
+class Run:
+    """run"""
+
+    run: str = knob("", "run folder; runs/<recipe>-<time> if not given")
+    resume: bool = knob(False, "continue --run, or the newest unfinished run under runs/")
+    stop_after: int = knob(0, "stop at this step as an interruption would, saved and resumable; 0 goes on", "updates")
+    save_every: int = knob(0, "checkpoint interval; 0 saves only when the run ends or is interrupted", "updates")
+    keep_last: int = knob(2, "checkpoints kept")
+    log_every: int = knob(10, "interval of log lines", "updates")
+    validation_every: int = knob(0, "interval of validation; 0 for none", "updates")
+    validation_steps: list = knob([4], "numbers of forwards (NFE) to validate")
+    validation_prompts: list = knob([], "prompts to validate; the dataset's first few if empty")
+    validation_num: int = knob(8, "samples per validation prompt")
+    export_dtype: str = knob("auto", "student's weights on disk", choices=("auto", "fp32", "bf16", "fp16"))
+
+
+SECTIONS = (Model, Method, Guidance, Data, Optimization, Run)
+
+
+@dataclass(frozen=True)
+class Config(Run, Optimization, Data, Guidance, Method, Model):
+    """All knobs of a training run; the sections above are only for reading."""
+
+    def __post_init__(self) -> None:
+        for name, spec in KNOBS.items():
+            object.__setattr__(self, name, _converted(name, spec, getattr(self, name)))
+        if self.student_grid_indices is not None:
+            nodes = {}
+            for blocks, indices in self.student_grid_indices.items():
+                nodes[_number(int, "student_grid_indices", blocks)] = [
+                    _number(int, f"student_grid_indices[{blocks}]", i) for i in _list(f"student_grid_indices[{blocks}]", indices)
+                ]  # fmt: skip
+            object.__setattr__(self, "student_grid_indices", nodes)
+        self._check()
+
+    # -- checks ---------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        require = _require
+        if not self.teacher:
+            raise ConfigError("teacher is not given; allowed is the folder of a teacher, as Diffusers saves a pipeline")
+        for name in ("pdd_steps", "block_size_min", "block_size_max", "num_targets", "train_micro_batch_size_per_gpu",
+                     "gradient_accumulation_steps", "max_train_steps", "keep_last", "log_every", "validation_num"):  # fmt: skip
+            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
+        for name in ("warmup_steps", "weight_decay", "gradient_clipping", "ema_start_step", "stop_after", "save_every",
+                     "validation_every", "seed"):  # fmt: skip
+            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in ("learning_rate", "head_learning_rate"):
+            value = getattr(self, name)
+            require(value is None or value > 0, name, value, "more than 0")
+        require(0 < self.grid_max_t <= 1, "grid_max_t", self.grid_max_t, "more than 0 and at most 1")
+        for modality, shift in _per_modality(self.shift).items():
+            require(_is_number(shift) and shift > 0, f"shift{modality}", shift, "more than 0")
+        for modality, weight in self.loss_weights.items():
+            require(_is_number(weight) and weight >= 0, f"loss_weights[{modality}]", weight, "0 or more")
+        require(self.teacher_guidance_scale > 0, "teacher_guidance_scale", self.teacher_guidance_scale, "more than 0")
+        require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "0 for none, or less than 1")
+        require(
+            len(self.betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in self.betas),
+            "betas", self.betas, "two numbers of at least 0 and less than 1",
+        )  # fmt: skip
+        self._check_guidance()
+        self._check_blocks()
+
+    def _check_guidance(self) -> None:
+        policies = self.cfg_uncond.values() if isinstance(self.cfg_uncond, Mapping) else [self.cfg_uncond]
+        for policy in policies:
+            allowed = ("negative_prompt", "empty_prompt", "zeros", "keep")
+            _require(policy in (None, *allowed), "cfg_uncond", policy, ", ".join(allowed))
+        if self.teacher_guidance_scale == 1:
+            return
+        allowed = "negative_prompt, empty_prompt or zeros for at least one column when teacher_guidance_scale is not 1"
+        _require(any(p not in (None, "keep") for p in policies), "cfg_uncond", self.cfg_uncond, allowed)
+
+    def _check_blocks(self) -> None:
+        n, low, high = self.pdd_steps, self.block_size_min, self.block_size_max
+        _require(low <= high, "block_size_min", low, f"at most block_size_max {high}")
+        _require(high <= n, "block_size_max", high, f"at most pdd_steps {n}")
+        try:
+            for blocks in self.student_grid_indices or {}:
+                partition(n, blocks, self.student_grid_indices)
+            if self.rollout_mode == "simulate":
+                rungs = carried_step_count(n, low)
+                self.require_narrow_blocks("student_grid_indices" if (self.student_grid_indices or {}).get(rungs) else
+                                           "block_size_min", rungs)  # fmt: skip
+            if self.validation_every:
+                _require(self.validation_steps != [], "validation_steps", [], "at least one number of forwards")
+                for blocks in self.validation_steps:
+                    _require(isinstance(blocks, int), "validation_steps", blocks, "integers")
+                    self.require_narrow_blocks("validation_steps", blocks)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        narrowest = n - self.starts[-1]
+        allowed = f"at most {narrowest}, the number of heads that the last training start has before it"
+        _require(self.num_targets <= narrowest, "num_targets", self.num_targets, allowed)
+
+    def require_narrow_blocks(self, name: str, blocks: int) -> None:
+        """Refuse a ``blocks``-block partition whose widest block was not trained (the seed's partition checks)."""
+        width = widest_block(partition(self.pdd_steps, blocks, self.student_grid_indices))
+        if width > self.block_size_max:
+            raise ConfigError(
+                f"{name}: {blocks} blocks of pdd_steps {self.pdd_steps} need a block of {width} intervals, wider than "
+                f"block_size_max {self.block_size_max}; allowed are {fewest_blocks(self.pdd_steps, self.block_size_max)} "
+                "blocks or more"
+            )
+
+    # -- derived --------------------------------------------------------------------------------------
+
+    @property
+    def carried_nodes(self) -> list[int]:
+        """Nodes of the partition that carried trajectories walk (the seed's highest-NFE grid)."""
+        blocks = carried_step_count(self.pdd_steps, self.block_size_min)
+        return partition(self.pdd_steps, blocks, self.student_grid_indices)
+
+    @property
+    def starts(self) -> list[int]:
+        """Nodes at which a training forward may start, rising."""
+        if self.rollout_mode == "simulate":
+            return self.carried_nodes[:-1]
+        return list(range(0, self.pdd_steps, self.block_size_min))
+
+    @property
+    def teacher_dir(self) -> Path:
+        return resolve(self.teacher)
+
+    @property
+    def data_dir(self) -> Path:
+        if self.data:
+            return resolve(self.data)
+        return self.teacher_dir / ("latents" if self.rollout_mode == "data_latent" else "conditioning")
+
+    def learning_rates(self, step: int) -> tuple[float, float]:
+        """Learning rates of backbone and heads for the update at 0-based ``step``: warm-up, then the schedule."""
+        factor = lr_factor(step, self.warmup_steps, self.max_train_steps, self.lr_scheduler)
+        heads = self.learning_rate if self.head_learning_rate is None else self.head_learning_rate
+        return self.learning_rate * factor, heads * factor
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+
+
+KNOBS: dict[str, dataclasses.Field] = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
+
+
+def lr_factor(step: int, warmup: int, total: int, kind: str) -> float:
+    """Share of the learning rate at 0-based ``step``: linear warm-up, then constant, linear or half-cosine to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(total - warmup, 1)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[kind]
+
+
+def resolve(path: str) -> Path:
+    """A path as given, or relative to the repository where only that exists (recipes name ``assets/...``)."""
+    here = Path(path).expanduser()
+    return here if here.exists() or not (ROOT / here).exists() else ROOT / here
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} is {value!r}; allowed is {allowed}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def _per_modality(value: Any) -> dict[str, Any]:
+    """``{suffix of the knob's name: value}`` of a number that may also be given per modality."""
+    if value is None:
+        return {}
+    return {f"[{k}]": v for k, v in value.items()} if isinstance(value, Mapping) else {"": value}
+
+
+def _number(kind: type, name: str, value: Any) -> int | float:
+    # YAML 1.1 reads 1e-4 as a string, as it has no point; every user of a learning rate writes it so
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
+    except ValueError:
+        number = None
+    if number is None or not abs(number) < float("inf") or (kind is int and number != int(number)):
+        raise ConfigError(f"{name} is {value!r}; allowed is {'an integer' if kind is int else 'a finite number'}")
+    return kind(value) if kind is int and isinstance(value, int) else kind(number)
+
+
+def _list(name: str, value: Any) -> list:
+    if isinstance(value, (str, bool, int, float)):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{name} is {value!r}; allowed is a list")
+    return list(value)
+
+
+def _mapping(name: str, value: Any) -> dict:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r}; allowed is a mapping such as {{name: value}}")
+    return {k: (_number(float, f"{name}[{k}]", v) if name in ("shift", "loss_weights") else v) for k, v in value.items()}
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; allowed is text")
+    return str(value)
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; allowed is true or false")
+    return value
+
+
+CONVERT: dict[str, Callable[[str, Any], Any]] = {
+    "int": lambda name, value: _number(int, name, value),
+    "float": lambda name, value: _number(float, name, value),
+    "str": _text,
+    "bool": _bool,
+    "list": _list,
+    "dict": _mapping,
+}
+
+
+def _converted(name: str, spec: dataclasses.Field, value: Any) -> Any:
+    """The value in the knob's type, or a :class:`ConfigError` that says what is allowed."""
+    kinds = spec.type.split(" | ")
+    if value is None and "None" in kinds:
+        return None
+    kind = "dict" if "dict" in kinds and isinstance(value, Mapping) else kinds[0]
+    value = CONVERT[kind](name, value)
+    choices = spec.metadata["choices"]
+    _require(not choices or value in choices, name, value, ", ".join(choices))
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- sources
+
+
+def unknown(kind: str, name: str, known: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(name, known, 1, 0.0)
+    return ConfigError(f"{kind} {name!r} is not known; the nearest known one is {near[0]!r}")
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Knobs of a recipe or of a run's ``config.yaml``."""
+    path = resolve(str(path))
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}; allowed is a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"recipe {str(path)!r} is not YAML: {where}") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"recipe {str(path)!r} is {type(values).__name__}; allowed is a mapping, knob: value")
+    for name in values:
+        if name not in KNOBS:
+            raise unknown(f"recipe {str(path)!r}: key", str(name), list(KNOBS))
+    return dict(values)
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags whose errors are :class:`ConfigError` and propose the nearest known flag."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> None:
+        raise ConfigError(message)
+
+    def parse_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        values, rest = self.parse_known_args(args)
+        known = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
+        for token in rest:
+            if token.startswith("-"):
+                raise unknown("flag", token.split("=")[0], known)
+            raise ConfigError(f"argument {token!r} belongs to no flag; --help lists them")
+        return values
+
+
+def _flag_value(tokens: Sequence[str], spec: dataclasses.Field) -> Any:
+    """A flag's words as a recipe's value: parsed as YAML, except that text stays text."""
+    if "list" in spec.type and len(tokens) != 1:
+        return [yaml.safe_load(token) for token in tokens]
+    if spec.type == "str":
+        return " ".join(tokens)
+    try:
+        return yaml.safe_load(" ".join(tokens)) if tokens else True
+    except yaml.YAMLError:
+        raise ConfigError(f"{spec.name} is {' '.join(tokens)!r}; allowed is a YAML value") from None
+
+
+def training_parser(description: str) -> Parser:
+    """The flags of ``train_pdd.py``: one a knob, grouped, and where the knobs come from."""
+    parser = Parser(description=description)
+    parser.add_argument("--ds_config", help="DeepSpeed configuration, such as ds_configs/zero3.json (engine matters only)")
+    parser.add_argument("--recipe", help="YAML of knobs; recipes/digits.yaml if not given")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher passes it
+    for section in SECTIONS:
+        group = parser.add_argument_group(section.__doc__)
+        for spec in dataclasses.fields(section):
+            default = spec.default if spec.default is not dataclasses.MISSING else spec.default_factory()
+            default = "not given" if default in (None, "") else str(default)
+            facts = [default, spec.metadata["unit"], " | ".join(spec.metadata["choices"])]
+            help = f"{spec.metadata['help']} ({'; '.join(fact for fact in facts if fact)})".replace("%", "%%")
+            group.add_argument(f"--{spec.name}", nargs="*", metavar="VALUE", help=help, default=argparse.SUPPRESS)
+    return parser
+
+
+def parse_training(description: str, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Flags of a training run: ``(ds_config, recipe, local_rank)`` and the knobs that were given as flags."""
+    args = training_parser(description).parse_args(argv)
+    flags = {}
+    for name in KNOBS:
+        if hasattr(args, name):
+            tokens = getattr(args, name)
+            if not tokens and KNOBS[name].type not in ("bool", "list"):
+                raise ConfigError(f"--{name} needs a value")
+            flags[name] = [] if not tokens and KNOBS[name].type == "list" else _flag_value(tokens, KNOBS[name])
+    return args, flags

@@ -1,0 +1,118 @@
+"""Datasets: conditioning rows, and real latents where a regime needs them, read from disk by memory map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from datasets import Dataset, DatasetDict, load_from_disk
+from torch import Tensor
+
+from pdd.backbones import Backbone
+from pdd.backbones.base import State
+from pdd.config import Config, ConfigError
+from pdd.draws import Shuffle
+
+
+class Rows:
+    """The dataset of a run: which prompts are trained on, and their conditioning.
+
+    A row has a ``prompt``, the family's conditioning columns and, for ``data_latent``, its latent columns. Rows of the
+    empty and of the negative prompt are there to be looked up, not to be trained on. An optional boolean column
+    ``<latents>_mask`` marks the valid elements of padded latents.
+
+    Args:
+        config: the knobs that name the folder, the regime, the seed and the negative prompt.
+        backbone: the family that says which columns.
+
+    Raises:
+        ConfigError: no dataset there, columns missing, prompt-only data with ``data_latent``, nothing to train on.
+    """
+
+    def __init__(self, config: Config, backbone: Backbone):
+        self.path, self.backbone = config.data_dir, backbone
+        self.dataset = open_dataset(self.path)
+        needed = ["prompt", *backbone.columns]
+        missing = [c for c in needed if c not in self.dataset.column_names]
+        if missing:
+            raise ConfigError(
+                f"data {str(self.path)!r} lacks the columns {missing}; it has {self.dataset.column_names}, needed are {needed}"
+            )
+        latent_columns = backbone.latent_columns
+        self.has_latents = all(c in self.dataset.column_names for c in latent_columns.values())
+        if config.rollout_mode == "data_latent" and not self.has_latents:
+            raise ConfigError(
+                f"rollout_mode is 'data_latent' but data {str(self.path)!r} has no {list(latent_columns.values())}; "
+                "allowed is rollout_mode simulate, or data with latents"
+            )
+        self.masks = {m: f"{c}_mask" for m, c in latent_columns.items() if f"{c}_mask" in self.dataset.column_names}
+        self.prompts: list[str] = list(self.dataset["prompt"])
+        aside = {"", config.negative_prompt}
+        self.trained = torch.tensor([i for i, prompt in enumerate(self.prompts) if prompt not in aside])
+        if not len(self.trained):
+            raise ConfigError(f"data {str(self.path)!r} has no prompt to train on; needed is at least one that is not empty")
+        self._shuffle = Shuffle(len(self.trained), config.seed)
+        self._tensors = self.dataset.with_format("torch")
+        self.latent_shapes = (
+            {m: tuple(self._tensors[0][c].shape) for m, c in latent_columns.items()}
+            if self.has_latents
+            else backbone.latent_shapes()
+        )
+
+    def shuffled(self, serials: Tensor) -> Tensor:
+        """Rows of the samples with these serial numbers ``[B]``: an endless shuffled pass over the trained rows."""
+        return self.trained[[self._shuffle.at(i) for i in serials.tolist()]]
+
+    def cond(self, indices: Tensor, device: torch.device | str) -> dict[str, Tensor]:
+        """Conditioning of rows, column -> ``[B, ...]``."""
+        return self._read(indices, list(self.backbone.columns), device)
+
+    def latents(self, indices: Tensor, device: torch.device | str) -> State:
+        """Real latents of rows, modality -> ``[B, ...]``."""
+        columns = self.backbone.latent_columns
+        read = self._read(indices, list(columns.values()), device)
+        return {m: read[c] for m, c in columns.items()}
+
+    def mask(self, indices: Tensor, device: torch.device | str) -> State | None:
+        """Validity of latents, modality -> ``[B, ...]``; None when the data has no mask."""
+        if not self.masks:
+            return None
+        read = self._read(indices, list(self.masks.values()), device)
+        return {m: read[c] for m, c in self.masks.items()}
+
+    def row_of(self, prompt: str) -> Tensor:
+        """:meth:`find` as indices ``[1]``."""
+        return torch.tensor([self.find(prompt)])
+
+    def find(self, prompt: str) -> int:
+        """Row of a prompt.
+
+        Raises:
+            KeyError: no row has it.
+        """
+        try:
+            return self.prompts.index(prompt)
+        except ValueError:
+            raise KeyError(prompt) from None
+
+    def _read(self, indices: Tensor, columns: list[str], device: torch.device | str) -> dict[str, Tensor]:
+        batch = self._tensors.select_columns(columns)[indices.tolist()]
+        return {c: batch[c].to(device) for c in columns}
+
+
+def open_dataset(path: Path) -> Dataset:
+    """A dataset folder as ``datasets.save_to_disk`` writes it.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"data {str(path)!r} is not a folder; allowed is one that datasets.save_to_disk wrote")
+    try:
+        dataset = load_from_disk(str(path))
+    except Exception as error:  # damaged Arrow files raise whatever pyarrow does
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"data {str(path)!r} cannot be read as a dataset: {reason}") from None
+    if isinstance(dataset, DatasetDict):
+        raise ConfigError(f"data {str(path)!r} has splits {list(dataset)}; allowed is one dataset, such as one of those folders")
+    return dataset

@@ -1,0 +1,425 @@
+"""DeepSpeed wiring: the processes, the two roles' placement, parameter groups, weight average, save and resume.
+
+Nothing here knows what the loss is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pdd.config import Config, ConfigError, resolve
+from pdd.run import write_json, write_text
+
+# what a recipe owns; a ds_config says "auto" here
+OWNED = {
+    "train_batch_size": "train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks",
+    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "betas",
+    "optimizer.params.weight_decay": "weight_decay",
+}
+
+
+# ---------------------------------------------------------------------------------------------- ds_config
+
+
+def read_ds_config(path: str | None) -> dict[str, Any]:
+    """A DeepSpeed configuration file.
+
+    Raises:
+        ConfigError: none given, unreadable, or not a JSON object.
+    """
+    if not path:
+        raise ConfigError("ds_config is not given; allowed is a DeepSpeed JSON file such as ds_configs/zero3.json")
+    try:
+        value = json.loads(resolve(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"ds_config {path!r} cannot be read: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"ds_config {path!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"ds_config {path!r} is {type(value).__name__}; allowed is a JSON object")
+    return value
+
+
+def fill_ds_config(ds_config: dict[str, Any], config: Config, world: int, on_accelerator: bool) -> dict[str, Any]:
+    """The ds_config with every ``"auto"`` filled: the recipe's numbers, and bf16 where an accelerator is.
+
+    Raises:
+        ConfigError: a number that the recipe owns is set to something else, or an ``"auto"`` that nothing fills.
+    """
+    micro, rounds = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    values = {
+        "train_batch_size": micro * rounds * world,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": rounds,
+        "gradient_clipping": config.gradient_clipping,
+        "optimizer.params.lr": config.learning_rate,
+        "optimizer.params.betas": config.betas,
+        "optimizer.params.weight_decay": config.weight_decay,
+    }
+    filled = json.loads(json.dumps(ds_config))
+    for key, value in values.items():
+        *path, last = key.split(".")
+        node = filled
+        for part in path:
+            node = node.setdefault(part, {})
+        if node.get(last, "auto") not in ("auto", value):
+            raise ConfigError(
+                f"ds_config {key} is {node[last]!r} but the recipe's {OWNED[key]} is {value!r}; allowed is \"auto\" in ds_config"
+            )
+        node[last] = value
+    filled["optimizer"].setdefault("type", "AdamW")
+    if filled.get("bf16", {}).get("enabled") == "auto":
+        filled["bf16"]["enabled"] = on_accelerator
+    stage = filled.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"ds_config zero_optimization.stage is {stage!r}; allowed are 0, 1, 2, 3")
+    if filled.get("fp16", {}).get("enabled"):
+        raise ConfigError("ds_config fp16.enabled is true; allowed is bf16 or float32, flow models overflow in fp16")
+    left = _autos(filled)
+    if left:
+        raise ConfigError(f'ds_config {left[0]} is "auto", which nothing fills; allowed is a value')
+    return filled
+
+
+def _autos(node: Any, path: str = "") -> list[str]:
+    if isinstance(node, dict):
+        return [hit for key, value in node.items() for hit in _autos(value, f"{path}.{key}".lstrip("."))]
+    return [path] if node == "auto" else []
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+class Processes:
+    """This process among the ranks; use as a context, which ends the process group in order."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+
+    def __enter__(self) -> Processes:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        # DeepSpeed still calls collectives by their old names, and torch says so once a step
+        warnings.filterwarnings("ignore", ".* is deprecated", FutureWarning, "torch.distributed")
+        # without the launcher DeepSpeed would look for MPI
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        if "RANK" not in os.environ:
+            os.environ.update({k: v for k, v in alone.items() if k not in os.environ})
+        self.on_accelerator = get_accelerator()._name != "cpu"
+        if not self.on_accelerator:
+            # an optional compiled operation for CPU ranks: it would need a C++ compiler and a minute
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed()
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device(get_accelerator().device_name(local) if self.on_accelerator else "cpu")
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if kind is None:
+            dist.barrier()  # without it a rank that ends early may abort the others
+            dist.destroy_process_group()
+
+    def agree(self, flag: int) -> int:
+        """The largest of all ranks' flags."""
+        flags = torch.tensor(flag, device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return int(flags)
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device)
+        dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors of equal shape, concatenated in rank order."""
+        parts = [torch.empty_like(tensor, device=self.device) for _ in range(self.world)]
+        dist.all_gather(parts, tensor.to(self.device).contiguous())
+        return torch.cat(parts)
+
+
+class StopSignal:
+    """Remembers Ctrl-C and SIGTERM, so that the loop can save and end; a second one is not caught."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._catch)
+
+    def _catch(self, number: int, frame: Any) -> None:
+        self.received = number
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # the launcher and the terminal both deliver: only a third Ctrl-C is impatience
+        signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.default_int_handler))
+
+
+# ---------------------------------------------------------------------------------------------- the two roles
+
+
+class Engine:
+    """The student under DeepSpeed: updates, weight average, checkpoints, whole weights.
+
+    Args:
+        model: the student's root module, widened.
+        heads: its parameters that have the heads' learning rate.
+        ds_config: filled, see :func:`fill_ds_config`.
+        ema_decay, ema_start_step: the knobs; decay 0 keeps no average.
+    """
+
+    def __init__(
+        self, model: nn.Module, heads: list[nn.Parameter], ds_config: dict[str, Any], ema_decay: float, ema_start_step: int
+    ):
+        import deepspeed
+
+        self.ema_decay, self.ema_start_step = ema_decay, ema_start_step
+        bank = {id(p) for p in heads}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if id(p) not in bank], "name": "backbone"},
+            {"params": [p for p in trained if id(p) in bank], "name": "heads"},
+        ]
+        self.group_names = [g["name"] for g in groups if g["params"]]
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=model, model_parameters=[g for g in groups if g["params"]], config=ds_config
+        )
+        self.module = model
+        self.updates = 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The base optimizer below ZeRO's; its state is this rank's shard."""
+        return getattr(self.deepspeed.optimizer, "optimizer", self.deepspeed.optimizer)
+
+    @property
+    def stage(self) -> int:
+        return self.deepspeed.zero_optimization_stage()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.deepspeed(*args)
+
+    def set_learning_rates(self, backbone: float, heads: float) -> None:
+        rates = {"backbone": backbone, "heads": heads}
+        for group, name in zip(self.optimizer.param_groups, self.group_names):
+            group["lr"] = rates[name]
+
+    def backward_and_step(self, loss: Tensor) -> None:
+        """One micro-step; DeepSpeed divides by the accumulation rounds and updates at their boundary."""
+        boundary = self.deepspeed.is_gradient_accumulation_boundary()
+        self.deepspeed.backward(loss)
+        self.deepspeed.step()
+        if boundary:
+            self.updates += 1
+            if self.ema_decay:
+                self._update_average()
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last update, before clipping."""
+        norm = self.deepspeed.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    # -- weight average -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        """The average lives in the base optimizer's state, sharded and saved as Adam's own averages are."""
+        decay = self.ema_decay if self.updates > self.ema_start_step else 0.0
+        for master, state in self.optimizer.state.items():
+            if "exp_avg" not in state:
+                continue
+            if "ema" not in state:  # not before the first update: an early entry breaks AdamW's lazy state
+                state["ema"] = master.detach().clone()
+            else:
+                state["ema"].lerp_(master.detach(), 1 - decay)
+
+    def _full(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        """A whole float32 master, or its optimizer state ``key``, on every rank; collective."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+            if key is None:
+                return safe_get_full_fp32_param(parameter)
+            return safe_get_full_optimizer_state(parameter, key)
+        # float32 without ZeRO: the parameter is its own master
+        return parameter.detach() if key is None else self.optimizer.state[parameter][key]
+
+    def _link_state(self) -> None:
+        """Stages 1 and 2 look states up in a table made before the average was there."""
+        from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+
+        zero = self.deepspeed.optimizer
+        masters = getattr(zero, "single_partition_of_fp32_groups", None)
+        groups = getattr(zero, "bit16_groups", None)
+        if masters is None:
+            masters, groups = getattr(zero, "fp32_groups_flat_partition", []), getattr(zero, "bf16_groups", [])
+        for parameters, master in zip(groups, masters):
+            if master in zero.optimizer.state:
+                lazy_init_hp_params_optimizer_state(parameters, master, zero.optimizer.state)
+
+    @property
+    def has_average(self) -> bool:
+        return bool(self.ema_decay) and self.updates > 0
+
+    def _source(self) -> str | None:
+        """The optimizer state that validation and the student are made of; None for the masters."""
+        if not self.has_average:
+            return None
+        if self.stage != 3:
+            self._link_state()
+        return "ema"
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model holds the weight average inside this context, if there is one."""
+        source = self._source()
+        if source is None:
+            yield
+            return
+        kept = self._copy_into_model(source)
+        try:
+            yield
+        finally:
+            self._copy_into_model(None, kept)
+
+    @torch.no_grad()
+    def _copy_into_model(self, key: str | None, kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Copy masters or average into the model's own weights, parameter by parameter, never whole at once."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        saved = {}
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if not hasattr(parameter, "ds_id") and not hasattr(parameter, "_hp_mapping"):
+                if key is not None:
+                    saved[name] = parameter.detach().clone()
+                parameter.data.copy_(self._full(parameter, key) if key is not None else kept[name])
+                continue
+            full = self._full(parameter, key)
+            with GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+                if not hasattr(parameter, "ds_id") or dist.get_rank() == 0:
+                    parameter.data.copy_(full)
+        return saved
+
+    # -- whole weights --------------------------------------------------------------------------------
+
+    def whole_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """The trained model as one state dict on rank 0, empty elsewhere; the average if there is one. Collective.
+
+        Args:
+            dtype: of floating weights; None keeps each parameter's own.
+        """
+        source, out = self._source(), {}
+        persistent = set(self.module.state_dict())
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                full = self._full(parameter, source)
+            elif hasattr(parameter, "ds_id"):
+                from deepspeed.runtime.zero import GatheredParameters
+
+                with GatheredParameters([parameter]):
+                    full = parameter.detach().clone()
+            else:
+                full = parameter.detach()
+            if dist.get_rank() == 0:
+                out[name] = full.to("cpu", dtype or parameter.dtype, copy=True)
+        if dist.get_rank() == 0:
+            for name, buffer in self.module.named_buffers():
+                if name in persistent:
+                    out[name] = buffer.detach().to("cpu", copy=True)
+        return out
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def save(self, run: Path, step: int, mine: dict[str, Tensor], facts: dict[str, Any], keep_last: int) -> None:
+        """Save everything under a temporary name, then rename, then move ``latest``, then drop old ones. Collective.
+
+        Args:
+            run: the run folder.
+            step: updates done.
+            mine: this rank's own tensors (its trajectories).
+            facts: small facts for ``state.json``.
+            keep_last: how many checkpoints remain.
+        """
+        folder, name = run / "checkpoints", f"step-{step:06d}"
+        temporary = folder / f"saving-{name}"
+        rank = dist.get_rank()
+        if rank == 0:
+            for stale in folder.glob("saving-*"):
+                shutil.rmtree(stale)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+        self.deepspeed.save_checkpoint(str(folder), tag=temporary.name, client_state={}, save_latest=False)
+        if mine:
+            save_file(mine, temporary / f"trajectories-{rank:05d}.safetensors")
+        dist.barrier()
+        if rank == 0:
+            write_json(temporary / "state.json", {"step": step, "world_size": dist.get_world_size(), **facts})
+            if (folder / name).exists():
+                shutil.rmtree(folder / name)
+            os.rename(temporary, folder / name)
+            write_text(run / "latest", name + "\n")
+            for old in sorted(folder.glob("step-*"))[:-keep_last]:
+                shutil.rmtree(old)
+        dist.barrier()
+
+    def load(self, run: Path) -> tuple[int, dict[str, Tensor]]:
+        """Load the checkpoint that ``latest`` names: ``(step, this rank's own tensors)``.
+
+        Raises:
+            ConfigError: it is missing, or was saved by another number of ranks.
+        """
+        name = (run / "latest").read_text().strip()
+        folder = run / "checkpoints" / name
+        if not (folder / "state.json").exists():
+            raise ConfigError(f"checkpoint {str(folder)!r}, which {run / 'latest'} names, is missing or not complete")
+        facts = json.loads((folder / "state.json").read_text())
+        if facts["world_size"] != dist.get_world_size():
+            raise ConfigError(
+                f"checkpoint {str(folder)!r} was saved by {facts['world_size']} ranks; allowed is a resume with as many, "
+                f"not {dist.get_world_size()}"
+            )
+        path, _ = self.deepspeed.load_checkpoint(str(run / "checkpoints"), tag=name)
+        if path is None:
+            raise ConfigError(f"checkpoint {str(folder)!r} cannot be loaded by DeepSpeed")
+        self.updates = facts["step"]
+        mine = folder / f"trajectories-{dist.get_rank():05d}.safetensors"
+        return facts["step"], (load_file(mine) if mine.exists() else {})
+
+
+def freeze(model: nn.Module, ds_config: dict[str, Any], device: torch.device) -> Any:
+    """The teacher as a callable: partitioned by an engine without optimizer under ZeRO-3, whole on the device otherwise."""
+    import deepspeed
+
+    model.requires_grad_(False).eval()
+    if ds_config.get("zero_optimization", {}).get("stage", 0) != 3:
+        return model.to(device)
+    quiet = ("optimizer", "tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "gradient_clipping")
+    frozen = {k: v for k, v in ds_config.items() if k not in quiet}
+    zero = {k: v for k, v in frozen["zero_optimization"].items() if k != "offload_optimizer"}
+    engine, *_ = deepspeed.initialize(model=model, config={**frozen, "zero_optimization": zero})
+    return engine

@@ -1,0 +1,155 @@
+"""Reading and writing students.
+
+Our own format is two things side by side: ``transformer/``, the widened transformer as Diffusers saves one, with
+``pdd_steps`` in its configuration and heads ``[N, out, in]``; and ``pdd_config.json``, the sampling contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from pdd.backbones import Backbone, backbone_for, read_json
+from pdd.config import Config
+from pdd.grid import Grid, fewest_blocks, partition, widest_block
+from pdd.run import write_json
+from pdd.student import widen
+
+CONTRACT = "pdd_config.json"
+
+
+def load_transformer(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """A base transformer of a folder as Diffusers saves a pipeline, on the CPU."""
+    config = read_json(folder / "transformer" / "config.json")
+    cls = getattr(diffusers, config["_class_name"])
+    return cls.from_pretrained(folder, subfolder="transformer", torch_dtype=dtype)
+
+
+def contract(config: Config, grid: Grid, backbone: Backbone, step: int, ema: bool) -> dict[str, Any]:
+    """What a sampler must know about a student (the seed's inference checkpoint contract)."""
+    return {
+        "format": "pdd-student",
+        "pdd_steps": grid.pdd_steps,
+        "grid_max_t": grid.max_t,
+        "shift": {m: s.shift for m, s in grid.schedules.items()},
+        "block_size_min": config.block_size_min,
+        "block_size_max": config.block_size_max,
+        "fewest_steps": fewest_blocks(grid.pdd_steps, config.block_size_max),
+        "student_grid_indices": config.student_grid_indices,
+        "base_model": config.teacher,
+        "data": config.data,
+        "teacher_guidance_scale": config.teacher_guidance_scale,
+        "cfg_uncond": config.cfg_uncond,
+        "negative_prompt": config.negative_prompt,
+        "guidance_rescale": config.guidance_rescale,
+        "type_rk": config.type_rk,
+        "rollout_mode": config.rollout_mode,
+        "trained_steps": step,
+        "ema_decay": config.ema_decay if ema else 0.0,
+        "scheduler": backbone.scheduler,
+    }
+
+
+def save_student(folder: Path, backbone: Backbone, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """Write a student folder; ``pdd_config.json`` comes last, so that a folder which has it is whole.
+
+    Args:
+        folder: to be created.
+        backbone: the family.
+        weights: the widened transformer's state dict.
+        facts: the contract.
+
+    Raises:
+        RuntimeError: weights are missing, unexpected or of a wrong shape (a size-0 shard, for example).
+    """
+    transformer = _shell(backbone, facts["pdd_steps"])
+    transformer.load_state_dict(weights, assign=True)
+    transformer.register_to_config(pdd_steps=facts["pdd_steps"])
+    transformer.save_pretrained(folder / "transformer")
+    write_json(folder / CONTRACT, facts)
+
+
+def _shell(backbone: Backbone, pdd_steps: int) -> nn.Module:
+    """A widened transformer without weights."""
+    cls = getattr(diffusers, backbone.config["_class_name"])
+    with torch.device("meta"):
+        base = {k: v for k, v in backbone.config.items() if k != "pdd_steps"}
+        return widen(cls.from_config(base), backbone, pdd_steps)
+
+
+@dataclass
+class LoadedStudent:
+    """A student read from disk: its widened transformer, family, grid and contract."""
+
+    transformer: nn.Module
+    backbone: Backbone
+    grid: Grid
+    facts: dict[str, Any]
+
+    def nodes(self, steps: int, force: bool = False) -> list[int]:
+        """Partition for so many forwards.
+
+        Raises:
+            ValueError: out of range, or a block wider than trained and not ``force``.
+        """
+        indices = {int(k): v for k, v in (self.facts["student_grid_indices"] or {}).items()}
+        nodes = partition(self.grid.pdd_steps, steps, indices)
+        width, trained = widest_block(nodes), self.facts["block_size_max"]
+        if width > trained and not force:
+            raise ValueError(
+                f"steps {steps} needs a block of {width} intervals but block_size_max was {trained} in training; the smallest "
+                f"allowed is {self.facts['fewest_steps']} (--force samples it all the same)"
+            )
+        return nodes
+
+
+def read_contract(folder: Path) -> dict[str, Any]:
+    """The contract of a student folder.
+
+    Raises:
+        ValueError: no student there.
+    """
+    facts = read_json(folder / CONTRACT)
+    if facts.get("format") != "pdd-student":
+        raise ValueError(f"{folder / CONTRACT} is not a student's: format is {facts.get('format')!r}")
+    return facts
+
+
+def load_student(folder: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> LoadedStudent:
+    """Read a student folder.
+
+    Args:
+        dtype: of its weights; None keeps the stored one.
+
+    Raises:
+        ValueError: no student there, or its files do not fit together.
+    """
+    from safetensors.torch import load_file
+
+    facts = read_contract(folder)
+    config = read_json(folder / "transformer" / "config.json")
+    if config.get("pdd_steps") != facts["pdd_steps"]:
+        raise ValueError(
+            f"{folder}: transformer/config.json has pdd_steps {config.get('pdd_steps')}, {CONTRACT} has {facts['pdd_steps']}"
+        )
+    backbone = backbone_for({k: v for k, v in config.items() if k != "pdd_steps"}, facts["scheduler"])
+    transformer = _shell(backbone, facts["pdd_steps"])
+    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["diffusion_pytorch_model.safetensors"]
+    weights: dict[str, Tensor] = {}
+    for name in files:
+        path = folder / "transformer" / Path(name).name
+        if not path.exists():
+            raise ValueError(f"{path} is missing")
+        weights |= load_file(path)
+    try:
+        transformer.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{folder / 'transformer'}: {' '.join(str(error).split())}") from None
+    grid = Grid(facts["pdd_steps"], facts["shift"], facts["grid_max_t"])
+    return LoadedStudent(transformer.to(device, dtype).eval().requires_grad_(False), backbone, grid, facts)

@@ -1,0 +1,119 @@
+"""The student: a transformer with its last linears widened, and the directions wanted from one forward of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pdd.backbones import Backbone
+from pdd.backbones.base import State
+from pdd.grid import Grid, Plan
+from pdd.heads import ParallelHead
+
+
+class Velocity(nn.Module):
+    """A transformer seen through its family: the one root module that the engine wraps, for student and teacher alike.
+
+    Args:
+        transformer: base or widened.
+        backbone: its family.
+    """
+
+    def __init__(self, transformer: nn.Module, backbone: Backbone):
+        super().__init__()
+        self.transformer = transformer
+        self.backbone = backbone
+
+    def forward(
+        self, state: State, sigma: dict[str, Tensor], cond: dict[str, Tensor], plans: Mapping[str, Plan] | None = None
+    ) -> State:
+        """Velocities ``[B, D, ...]`` per modality: the plans' directions, or D = 1 of a base transformer."""
+        directions = dict.fromkeys(self.backbone.modalities, 1)
+        if plans is not None:
+            for name, head in self.backbone.heads.items():
+                self.transformer.get_submodule(head.module).plan = plans[name]
+                directions[name] = plans[name].num_directions
+        return self.backbone.forward(self.transformer, state, sigma, cond, directions)
+
+
+def widen(transformer: nn.Module, backbone: Backbone, pdd_steps: int) -> nn.Module:
+    """Repeat every modality's last linear ``pdd_steps`` times, in place; at once the student equals its teacher.
+
+    The paper's parallel decoder; the seed's widened transformer. Returns the transformer.
+    """
+    for head in backbone.heads.values():
+        linear = transformer.get_submodule(head.module)
+        transformer.set_submodule(head.module, ParallelHead(linear, pdd_steps, head.patch))
+    return transformer
+
+
+def head_parameters(transformer: nn.Module) -> list[nn.Parameter]:
+    """The banks' parameters, which have a learning rate of their own."""
+    return [p for module in transformer.modules() if isinstance(module, ParallelHead) for p in module.parameters()]
+
+
+class Student:
+    """A widened :class:`Velocity` on a grid.
+
+    Args:
+        model: the widened :class:`Velocity`, or an engine around it.
+        grid: the grid its heads belong to.
+    """
+
+    def __init__(self, model: Callable[..., State], grid: Grid):
+        self.model, self.grid = model, grid
+
+    def directions(self, state: State, starts: Tensor, cond: dict[str, Tensor], plans: Mapping[str, Plan]) -> State:
+        """One forward at nodes ``starts`` ``[B]``: the plans' directions ``[B, D, ...]`` per modality."""
+        device = next(iter(state.values())).device
+        sigma = {m: s[starts].to(device, torch.float32) for m, s in self.grid.sigma.items()}
+        return self.model(state, sigma, cond, plans)
+
+    def block(self, cond: dict[str, Tensor]) -> Callable[[State, int, int], State]:
+        """``predict(state, start, end)`` for :func:`pdd.sampling.walk`: the fused block's mean velocity, no gradient."""
+
+        @torch.no_grad()
+        def predict(state: State, start: int, end: int) -> State:
+            batch = len(next(iter(state.values())))
+            plans = self.grid.fused_plan(start, end)
+            out = self.directions(state, torch.full((batch,), start), cond, plans)
+            return {m: v[:, 0] for m, v in out.items()}
+
+        return predict
+
+
+class FusedStudent:
+    """A widened transformer for sampling alone: every block's heads fused once into plain linears (the paper's layer fusion).
+
+    Args:
+        transformer: widened, on its device; its heads are swapped for the block's linears at each forward.
+        backbone: its family.
+        grid: the grid its heads belong to.
+    """
+
+    def __init__(self, transformer: nn.Module, backbone: Backbone, grid: Grid):
+        self.model, self.backbone, self.grid = Velocity(transformer, backbone), backbone, grid
+        self.banks = {m: transformer.get_submodule(head.module) for m, head in backbone.heads.items()}
+        self._linears: dict[tuple[str, int, int], nn.Linear] = {}
+
+    def linear(self, modality: str, start: int, end: int) -> nn.Linear:
+        """The fused head of a block."""
+        key = (modality, start, end)
+        if key not in self._linears:
+            self._linears[key] = self.banks[modality].fuse(self.grid.fused_plan(start, end)[modality])
+        return self._linears[key]
+
+    def block(self, cond: dict[str, Tensor]) -> Callable[[State, int, int], State]:
+        """``predict(state, start, end)`` for :func:`pdd.sampling.walk`."""
+
+        @torch.no_grad()
+        def predict(state: State, start: int, end: int) -> State:
+            for m, head in self.backbone.heads.items():
+                self.model.transformer.set_submodule(head.module, self.linear(m, start, end))
+            x = next(iter(state.values()))
+            sigma = {m: s[start].to(x.device, torch.float32).expand(len(x)) for m, s in self.grid.sigma.items()}
+            return {m: v[:, 0] for m, v in self.model(state, sigma, cond).items()}
+
+        return predict

@@ -1,0 +1,143 @@
+"""Sample a student in a few forwards.
+
+    python sample_pdd.py --steps 4                                   # the newest complete run under runs/
+    python sample_pdd.py --steps 2 --run runs/mine --prompt "any digit" --prompt three --num 8 --seed 1
+    python sample_pdd.py --steps 1 2 4 8 --compare                   # beside its teacher: compare.png, compare.json
+
+Plain torch: no DeepSpeed, one process. Prompts are looked up in the run's conditioning dataset.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pdd.config import Config, ConfigError, Parser, read_yaml, unknown
+
+
+def parser() -> Parser:
+    flags = Parser(description=__doc__)
+    flags.add_argument("--steps", type=int, nargs="+", default=[4], metavar="K", help="forwards per sample (default 4)")
+    flags.add_argument("--run", help="run folder; the newest complete one under runs/ if not given")
+    flags.add_argument("--prompt", action="append", help="a prompt; may be given several times")
+    flags.add_argument("--prompts", help="text file of prompts, one a line")
+    flags.add_argument("--num", type=int, help="samples per prompt (default 8; 500 with --compare)")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the noise (default 0)")
+    flags.add_argument("--batch", type=int, default=100, help="samples per forward (default 100)")
+    flags.add_argument("--out", help="folder of the pictures; the run folder if not given")
+    flags.add_argument("--device", help="torch device; the first accelerator, else the CPU")
+    flags.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="weights' precision; as stored if not given")
+    flags.add_argument("--compare", action="store_true", help="measure and draw student, teacher and Euler side by side")
+    flags.add_argument("--force", action="store_true", help="sample blocks wider than trained, too")
+    return flags
+
+
+def main(argv: list[str]) -> int:
+    try:
+        sample(parser().parse_args(argv))
+        return 0
+    except ConfigError as error:
+        print(f"sample_pdd.py: error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def sample(args) -> None:
+    import torch
+    from tqdm import tqdm
+
+    from pdd import run as runs
+    from pdd.compare import compare
+    from pdd.data import Rows
+    from pdd.draws import noise
+    from pdd.formats import load_student
+    from pdd.pictures import grid as picture_grid
+    from pdd.sampling import endpoint, initial
+    from pdd.student import FusedStudent
+
+    run = Path(args.run) if args.run else runs.newest(complete=True)
+    if run is None:
+        raise ConfigError("there is no complete run under runs/; train one, or name one with --run")
+    if not runs.is_complete(run):
+        raise ConfigError(f"run {str(run)!r} has no finished student; allowed is the folder of a complete run")
+    for name in ("num", "batch"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
+    config = Config(**read_yaml(run / "config.yaml"))
+    device = args.device or (str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu")
+    dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    try:
+        loaded = load_student(run / "student", dtype, device)
+        partitions = {steps: loaded.nodes(steps, args.force) for steps in dict.fromkeys(args.steps)}
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for steps in partitions:
+        if steps < loaded.facts["fewest_steps"]:
+            print(f"warning: --force: {steps} forwards use blocks wider than trained", file=sys.stderr)
+    rows = Rows(config, loaded.backbone)
+    prompts = wanted_prompts(args, rows)
+    print(f"run {run}", flush=True)
+    student = FusedStudent(loaded.transformer, loaded.backbone, loaded.grid)
+    out = Path(args.out) if args.out else run
+    out.mkdir(parents=True, exist_ok=True)
+
+    if args.compare:
+        picture, table = compare(student, config, rows, prompts, partitions, args.num or 500, args.seed, args.batch, device)
+        picture.save(out / "compare.png")
+        runs.write_json(out / "compare.json", table)
+        print(summary(table))
+        print(f"picture {out / 'compare.png'}\ntable   {out / 'compare.json'}")
+        return
+
+    prompts = prompts or [rows.prompts[i] for i in rows.trained[:4].tolist()]
+    num = args.num or 8
+    jobs = [(prompt, i) for prompt in prompts for i in range(num)]
+    for steps, nodes in partitions.items():
+        images = []
+        for begin in tqdm(range(0, len(jobs), args.batch), unit="batch", desc=f"{steps} forwards", leave=False):
+            chunk = jobs[begin : begin + args.batch]
+            # a sample's noise depends on the seed and its number alone: the same at any step count and batch size
+            eps = {
+                m: torch.stack([noise(shape, args.seed, "sample", m, i) for _, i in chunk]).to(device)
+                for m, shape in rows.latent_shapes.items()
+            }
+            cond = rows.cond(torch.tensor([rows.find(prompt) for prompt, _ in chunk]), device)
+            x = endpoint(student.block(cond), initial(eps, loaded.grid), loaded.grid, nodes)
+            images.append(loaded.backbone.to_images(x))
+        path = out / f"sample-nfe{steps}-seed{args.seed}.png"
+        picture_grid(torch.cat(images), num).save(path)
+        print(f"{steps} forwards: {path}")
+
+
+def wanted_prompts(args, rows) -> list[str]:
+    """Prompts of the flags; empty when none was given.
+
+    Raises:
+        ConfigError: an unreadable file, or a prompt without a row in the dataset.
+    """
+    prompts = list(args.prompt or [])
+    if args.prompts:
+        try:
+            prompts += [line.strip() for line in Path(args.prompts).read_text().splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"prompts {args.prompts!r} cannot be read: {error}") from None
+    for prompt in prompts:
+        if prompt not in rows.prompts:
+            raise unknown(f"data {str(rows.path)!r}: prompt", prompt, rows.prompts)
+    return prompts
+
+
+def summary(table: dict) -> str:
+    """The comparison as text."""
+    head = "forwards  endpoint error  (Euler)  Frechet  (Euler)  diversity"
+    lines = [head]
+    number = lambda value, width: f"{value:{width}.3f}" if value is not None else " " * (width - 1) + "-"  # noqa: E731
+    for steps, r in table["steps"].items():
+        cells = (r["endpoint_error"], r["euler_endpoint_error"], r["frechet"], r["euler_frechet"], r["diversity"])
+        lines.append(f"{steps:>8}" + "".join(number(c, w) for c, w in zip(cells, (16, 9, 9, 9, 11))))
+    teacher = table["teacher"]
+    lines.append(f"{'teacher':>8}{'':25}{number(teacher['frechet'], 9)}{'':9}{number(teacher['diversity'], 11)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
