@@ -264,8 +264,17 @@ class Engine:
             if key is None:
                 return safe_get_full_fp32_param(parameter)
             return safe_get_full_optimizer_state(parameter, key)
-        # float32 without ZeRO: the parameter is its own master
-        return parameter.detach() if key is None else self.optimizer.state[parameter][key]
+        master = self._plain_master(parameter)
+        return master.detach() if key is None else self.optimizer.state[master][key]
+
+    def _plain_master(self, parameter: nn.Parameter) -> Tensor:
+        """Master of a parameter without ZeRO: the float32 copy that DeepSpeed keeps of a bf16 one, or itself."""
+        wrapper = self.deepspeed.optimizer
+        for low, masters in zip(getattr(wrapper, "fp16_groups", []), getattr(wrapper, "fp32_groups", [])):
+            for candidate, master in zip(low, masters):
+                if candidate is parameter:
+                    return master
+        return parameter
 
     def _link_state(self) -> None:
         """Stages 1 and 2 look states up in a table made before the average was there."""
@@ -314,12 +323,10 @@ class Engine:
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if not hasattr(parameter, "ds_id") and not hasattr(parameter, "_hp_mapping"):
-                if key is not None:
-                    saved[name] = parameter.detach().clone()
-                parameter.data.copy_(self._full(parameter, key) if key is not None else kept[name])
-                continue
-            full = self._full(parameter, key)
+            sharded = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+            if not sharded and key is not None and self._plain_master(parameter) is parameter:
+                saved[name] = parameter.detach().clone()  # no master elsewhere to restore it from
+            full = kept[name] if kept and name in kept else self._full(parameter, key)
             with GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
                 if not hasattr(parameter, "ds_id") or dist.get_rank() == 0:
                     parameter.data.copy_(full)

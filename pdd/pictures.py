@@ -15,13 +15,13 @@ def to_uint8(images: Tensor) -> Tensor:
     return ((images.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
 
-def grid(images: Tensor, columns: int, gap: int = 1) -> Image.Image:
-    """Pictures ``[B, C, H, W]`` in [-1, 1], row by row, on dark ground; small ones are enlarged."""
+def grid(images: Tensor, columns: int, gap: int = 2) -> Image.Image:
+    """Pictures ``[B, C, H, W]`` in [-1, 1], row by row, on grey ground; small ones are enlarged."""
     pixels = to_uint8(images)
     scale = max(1, 32 // pixels.shape[1])
     pixels = pixels.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
     missing = -len(pixels) % columns
-    ground = 24
+    ground = 128
     pixels = torch.cat([pixels, pixels.new_full((missing, *pixels.shape[1:]), ground)])
     pixels = torch.nn.functional.pad(pixels, (0, 0, 0, gap, 0, gap), value=ground)
     return Image.fromarray(rearrange(pixels, "(r c) h w d -> (r h) (c w) d", c=columns).numpy())
