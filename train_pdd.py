@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from pdd import run as runs
 from pdd.config import Config, ConfigError, parse_training
 
 
@@ -34,11 +35,12 @@ def main(argv: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     args, flags = parse_training(__doc__, argv)
+    # everything that can be wrong is found before any process waits for another and before weights are read
+    config, folder = runs.resolve_training(args.recipe, flags)
 
     import torch
     from tqdm import tqdm
 
-    from pdd import run as runs
     from pdd.backbones import read_backbone
     from pdd.carry import uncovered_rungs
     from pdd.data import Rows
@@ -51,8 +53,6 @@ def train(argv: list[str]) -> int:
     from pdd.teacher import Teacher, unconditional_condition
     from pdd.validation import Validator, validation_rows
 
-    # everything that can be wrong is found here, before any process waits for another and before weights are read
-    config, folder = runs.resolve_training(args.recipe, flags)
     ds_config = read_ds_config(args.ds_config)
     fill_ds_config(ds_config, config, world=1, on_accelerator=False)
     try:
