@@ -42,7 +42,6 @@ def train(argv: list[str]) -> int:
     from tqdm import tqdm
 
     from pdd.backbones import read_backbone
-    from pdd.carry import uncovered_rungs
     from pdd.data import Rows
     from pdd.engine import Engine, Processes, StopSignal, fill_ds_config, freeze, read_ds_config
     from pdd.formats import contract, load_transformer, save_student
@@ -61,10 +60,13 @@ def train(argv: list[str]) -> int:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rows = Rows(config, backbone)
-    validation_rows(config, rows)
+    if config.validation_every:
+        validation_rows(config, rows)
     unconditional = unconditional_condition(config, backbone, rows)
+    processes = Processes()
+    check_coverage(config, processes.world)
 
-    with Processes() as processes:
+    with processes:
         stop = StopSignal()
         ds_config = fill_ds_config(ds_config, config, processes.world, processes.on_accelerator)
         dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
@@ -81,12 +83,7 @@ def train(argv: list[str]) -> int:
             teacher_model, backbone, grid, config.teacher_guidance_scale, unconditional, config.guidance_rescale
         )
         objective = Objective(config, grid, student, teacher, rows, processes.rank, processes.world, processes.device)
-        if objective.carry is not None and (missed := uncovered_rungs(objective.carry, config.max_train_steps)):
-            raise ConfigError(
-                f"max_train_steps is {config.max_train_steps}, in which no trajectory reaches rungs {missed}; allowed is at least "
-                f"{objective.carry.num_rungs} = pdd_steps / block_size_min, or more ranks, accumulation rounds or stagger sample"
-            )
-        validator = Validator(config, grid, backbone, rows, processes)
+        validator = Validator(config, grid, backbone, rows, processes) if config.validation_every else None
 
         folder = Path(processes.from_first(str(folder or runs.new_run_name(args.recipe))))
         step = 0
@@ -126,7 +123,7 @@ def train(argv: list[str]) -> int:
                     log.write(step=step, **line)
                     bar.set_postfix(loss=f"{line['loss']:.4f}")
                 monitor(engine, line, step)
-            if config.validation_every and (step % config.validation_every == 0 or step == config.max_train_steps):
+            if validator and (step % config.validation_every == 0 or step == config.max_train_steps):
                 with engine.averaged():
                     errors = validator(student, teacher, folder, step)
                 line = {f"validation_endpoint_error_{nfe}": error for nfe, error in errors.items()}
@@ -160,15 +157,27 @@ def train(argv: list[str]) -> int:
 def shifts(config: Config, backbone) -> dict[str, float]:
     """Modality -> shift: the knob where it says one, the checkpoint's scheduler elsewhere."""
     own = backbone.shifts()
-    if config.shift is None:
-        return own
-    if not isinstance(config.shift, dict):
-        return dict.fromkeys(own, config.shift)
-    for name, table in (("shift", config.shift), ("loss_weights", config.loss_weights)):
+    given = config.shift if isinstance(config.shift, dict) else {} if config.shift is None else dict.fromkeys(own, config.shift)
+    for name, table in (("shift", given), ("loss_weights", config.loss_weights)):
         for modality in table:
             if modality not in own:
                 raise ConfigError(f"{name} names modality {modality!r}; allowed are {', '.join(own)}")
-    return {**own, **config.shift}
+    return {**own, **given}
+
+
+def check_coverage(config: Config, world: int) -> None:
+    """Every rung of carried trajectories must get updates within the run (the seed's validate_carry_coverage)."""
+    from pdd.carry import TrajectoryCarry, uncovered_rungs
+
+    if config.rollout_mode != "simulate":
+        return
+    rounds, batch = config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu
+    carry = TrajectoryCarry(len(config.starts), rounds, batch, 0, world, config.stagger)
+    if missed := uncovered_rungs(carry, config.max_train_steps):
+        raise ConfigError(
+            f"max_train_steps is {config.max_train_steps}, in which no trajectory reaches rungs {missed}; allowed is at least "
+            f"{carry.num_rungs} = pdd_steps / block_size_min, or more ranks, accumulation rounds or stagger sample"
+        )
 
 
 class Meter:

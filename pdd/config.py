@@ -397,16 +397,20 @@ class Parser(argparse.ArgumentParser):
         return values
 
 
-def _flag_value(tokens: Sequence[str], spec: dataclasses.Field) -> Any:
-    """A flag's words as a recipe's value: parsed as YAML, except that text stays text."""
-    if "list" in spec.type and len(tokens) != 1:
-        return [yaml.safe_load(token) for token in tokens]
+def _flag_value(given: str | list[str] | None, spec: dataclasses.Field) -> Any:
+    """A flag's words as a recipe's value: parsed as YAML, except that text stays text; a bare switch is true."""
+    if given is None:
+        if spec.type != "bool":
+            raise ConfigError(f"--{spec.name} needs a value")
+        return True
     if spec.type == "str":
-        return " ".join(tokens)
+        return given
+    words = [given] if isinstance(given, str) else given
     try:
-        return yaml.safe_load(" ".join(tokens)) if tokens else True
+        values = [yaml.safe_load(word) for word in words]
     except yaml.YAMLError:
-        raise ConfigError(f"{spec.name} is {' '.join(tokens)!r}; allowed is a YAML value") from None
+        raise ConfigError(f"{spec.name} is {' '.join(words)!r}; allowed is a YAML value") from None
+    return values[0] if len(values) == 1 else values
 
 
 def training_parser(description: str) -> Parser:
@@ -422,18 +426,13 @@ def training_parser(description: str) -> Parser:
             default = "not given" if default in (None, "") else str(default)
             facts = [default, spec.metadata["unit"], " | ".join(spec.metadata["choices"])]
             help = f"{spec.metadata['help']} ({'; '.join(fact for fact in facts if fact)})".replace("%", "%%")
-            group.add_argument(f"--{spec.name}", nargs="*", metavar="VALUE", help=help, default=argparse.SUPPRESS)
+            several = "*" if spec.type == "list" else "?"
+            group.add_argument(f"--{spec.name}", nargs=several, metavar="VALUE", help=help, default=argparse.SUPPRESS)
     return parser
 
 
 def parse_training(description: str, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Flags of a training run: ``(ds_config, recipe, local_rank)`` and the knobs that were given as flags."""
     args = training_parser(description).parse_args(argv)
-    flags = {}
-    for name in KNOBS:
-        if hasattr(args, name):
-            tokens = getattr(args, name)
-            if not tokens and KNOBS[name].type not in ("bool", "list"):
-                raise ConfigError(f"--{name} needs a value")
-            flags[name] = [] if not tokens and KNOBS[name].type == "list" else _flag_value(tokens, KNOBS[name])
-    return args, flags
+    flags = {name: _flag_value(getattr(args, name), spec) for name, spec in KNOBS.items() if hasattr(args, name)}
+    return args, {name: _converted(name, KNOBS[name], value) for name, value in flags.items()}

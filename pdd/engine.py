@@ -163,18 +163,23 @@ class Processes:
 
 
 class StopSignal:
-    """Remembers Ctrl-C and SIGTERM, so that the loop can save and end; a second one is not caught."""
+    """Remembers Ctrl-C and SIGTERM, so that the loop can save and end.
+
+    One Ctrl-C reaches a rank twice, as SIGINT from the terminal and as SIGTERM from the launcher, so a second signal is
+    no sign of impatience; a third Ctrl-C is.
+    """
 
     def __init__(self) -> None:
         self.received = 0
+        self.interrupts = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._catch)
 
     def _catch(self, number: int, frame: Any) -> None:
-        self.received = number
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # the launcher and the terminal both deliver: only a third Ctrl-C is impatience
-        signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.default_int_handler))
+        self.received = self.received or number
+        self.interrupts += number == signal.SIGINT
+        if self.interrupts >= 3:
+            raise KeyboardInterrupt
 
 
 # ---------------------------------------------------------------------------------------------- the two roles
@@ -208,6 +213,7 @@ class Engine:
         )
         self.module = model
         self.updates = 0
+        self._plain_norm = float("nan")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -230,6 +236,10 @@ class Engine:
         """One micro-step; DeepSpeed divides by the accumulation rounds and updates at their boundary."""
         boundary = self.deepspeed.is_gradient_accumulation_boundary()
         self.deepspeed.backward(loss)
+        if boundary and self.deepspeed.optimizer is self.optimizer:
+            # float32 without ZeRO: DeepSpeed clips but does not keep the norm
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            self._plain_norm = float(nn.utils.get_total_norm(grads))
         self.deepspeed.step()
         if boundary:
             self.updates += 1
@@ -240,7 +250,7 @@ class Engine:
     def grad_norm(self) -> float:
         """Global gradient norm of the last update, before clipping."""
         norm = self.deepspeed.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
+        return self._plain_norm if norm is None else float(norm)
 
     # -- weight average -------------------------------------------------------------------------------
 

@@ -231,9 +231,8 @@ def test_fused_plan_is_the_mean_over_the_block(start, end):
     grid = Grid(8, {"image": 5.0, "sound": 1.0})
     for name, plan in grid.fused_plan(start, end).items():
         sigma = exact_sigma(grid.schedules[name].shift, 0.999, 8)
-        expected = [
-            float((sigma[k + 1] - sigma[k]) / (sigma[end] - sigma[start])) if start <= k < end else 0.0 for k in range(8)
-        ]
+        block = sigma[end] - sigma[start]
+        expected = [float((sigma[k + 1] - sigma[k]) / block) if start <= k < end else 0.0 for k in range(8)]
         torch.testing.assert_close(plan.dense(8)[0, 0], torch.tensor(expected, dtype=F64), rtol=1e-14, atol=0)
         assert plan.num_directions == 1 and len(plan.lo) == 1
         weights = grid.fusion_weights(name, start, end)

@@ -23,7 +23,7 @@ SHIFTS = {"image": 3.0, "sound": 0.5}
 
 
 class Duet(nn.Module):
-    """Pictures ``[B, 2, 4, 4]`` in patches of two by two and sound ``[B, 3, 5]`` in one trunk; gives rows of its heads."""
+    """Pictures ``[B, 2, 4, 4]`` in patches of two by two and sound ``[B, 3, 5]``, one trunk; gives its heads' rows."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def test_heads_are_distinct_and_rising_one_in_each_stratum(targets):
 
 
 def naive_loss(base, student, teacher, grid, state, n, k, cond, rule, next_nodes, weights, mask):
-    """Sample by sample, all N heads as N ordinary forwards of the base transformer with the bank's k-th linears in it."""
+    """Sample by sample; all N heads, as N ordinary forwards of the base transformer with the k-th linears in it."""
     model, banks = Velocity(base, FAMILY), {id(p) for p in head_parameters(student)}
     squares = {m: [] for m in state}
     counted = {m: [] for m in state}
@@ -244,7 +244,8 @@ def test_trajectories_keep_the_precision_of_their_states():
     grid = Grid(8, SHIFTS)
     _, student, teacher = roles(grid, torch.float32)
     state, n, k, following, cond = problem(grid)
-    losses = pd_loss(Student(Velocity(student, FAMILY), grid), teacher, state, n, k, cond, rule="euler", next_nodes=following)
+    model = Student(Velocity(student, FAMILY), grid)
+    losses = pd_loss(model, teacher, state, n, k, cond, rule="euler", next_nodes=following)
     assert losses.total.dtype == torch.float32
     for m, x in losses.x_next.items():
         assert x.dtype == F64
@@ -287,7 +288,7 @@ class AffineFamily(Backbone):
 
 
 A = torch.tensor([[1.0, -2.5, 0.0], [2.0, 0.5, 1.0], [0.5, 0.0, -1.5]], dtype=F64)
-OFFSET = torch.tensor([0.5, -1.0, 2.0], dtype=F64)
+OFFSET = torch.tensor([0.5, -0.5, 0.5], dtype=F64)
 
 
 def fine_trajectory(x: torch.Tensor, sigma: torch.Tensor, rule: str, nodes: range) -> torch.Tensor:
@@ -310,7 +311,7 @@ def prompts_only(tmp_path, prompts: list[str]) -> str:
 
 @pytest.mark.parametrize("rule, other", [("euler", "midpoint"), ("midpoint", "euler")])
 def test_training_drives_the_student_onto_the_teachers_fine_trajectory(tmp_path, rule, other):
-    """The paper's Proposition 1, by the data-free regime itself: the minimiser is not the ODE but the teacher's solver."""
+    """The paper's Proposition 1, by the data-free regime itself: the minimiser is the teacher's solver, not the ODE."""
     config = Config(
         teacher="none", data=prompts_only(tmp_path, ["a"]), pdd_steps=8, block_size_min=4, block_size_max=8,
         stagger="sample", type_rk=rule, num_targets=4, train_micro_batch_size_per_gpu=32, precision_decoding="fp64",
@@ -338,12 +339,238 @@ def test_training_drives_the_student_onto_the_teachers_fine_trajectory(tmp_path,
 
     assert min(errors()) > 0.1
     # the loss can reach zero, so constant steps of plain gradient descent converge to rounding
-    optimizer = torch.optim.SGD(transformer.parameters(), lr=10.0)
+    optimizer = torch.optim.SGD(transformer.parameters(), lr=4.0)
     for step in range(400):
         losses, _ = objective(step, 0)
         optimizer.zero_grad()
         losses.total.backward()
         optimizer.step()
-        print(step, float(losses.total))
-    print(errors())
-    assert max(errors()) < 1e-6
+    assert max(errors()) < 1e-12
+
+
+# ---------------------------------------------------------------------------------------------------- the regimes
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A dozen rows and the empty prompt, which is not trained on; every row is known by its text."""
+    g = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(13, *shape, generator=g).tolist()  # noqa: E731
+    columns = {
+        "prompt": ["", *(f"prompt {i}" for i in range(12))],
+        "text": draw(4),
+        "image_latents": draw(2, 4, 4),
+        "sound_latents": draw(3, 5),
+    }
+    folder = tmp_path_factory.mktemp("data")
+    Dataset.from_dict(columns).save_to_disk(str(folder / "latents"))
+    Dataset.from_dict(columns | {"sound_latents_mask": [[[0.0] * 5]] * 13}).save_to_disk(str(folder / "silent"))
+    return folder
+
+
+class Spy(Velocity):
+    """A transformer that remembers its forwards as ``(state, sigma, text)``."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls = []
+
+    def forward(self, state, sigma, cond, plans=None):
+        self.calls.append((state, sigma, cond["text"]))
+        return super().forward(state, sigma, cond, plans)
+
+
+def regime(data, rank: int = 0, world: int = 1, name: str = "latents", **knobs):
+    """An objective whose two models are spies."""
+    values = dict(
+        teacher="none", data=str(data / name), pdd_steps=8, block_size_min=2, block_size_max=4, seed=7,
+        train_micro_batch_size_per_gpu=4, precision_decoding="fp64",
+    )  # fmt: skip
+    config = Config(**values | knobs)
+    grid = Grid(config.pdd_steps, SHIFTS, config.grid_max_t)
+    base, student, teacher = roles(grid, guidance=1.0)
+    teacher.model = Spy(teacher.model.transformer, FAMILY)
+    rows = Rows(config, FAMILY)
+    return Objective(config, grid, Student(Spy(student, FAMILY), grid), teacher, rows, rank, world, "cpu")
+
+
+def rows_by_text(objective, text: torch.Tensor) -> list[int]:
+    table = objective.rows.cond(torch.arange(13), "cpu")["text"]
+    found = (text[:, None] == table[None]).all(2)
+    assert (found.sum(1) == 1).all()
+    return found.int().argmax(1).tolist()
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, b[m]) for m, x in a.items())
+
+
+def test_data_latent_noises_real_latents_at_block_starts(data):
+    """``x_n = (1 - sigma_n) x0 + sigma_n eps`` with the latents of the row whose prompt the model is given."""
+    # 8 is no multiple of 3
+    objective = regime(
+        data, rollout_mode="data_latent", block_size_min=3, num_targets=2, gradient_accumulation_steps=2
+    )
+    starts, seen, epoch, noise = [], [], [], {"image": [], "sound": []}
+    for call in range(60):
+        losses, facts = objective(*divmod(call, 2))
+        (state, sigma, text) = objective.student.model.calls[-1]
+        n, index = facts["n"], rows_by_text(objective, text)
+        x0 = objective.rows.latents(torch.tensor(index), "cpu")
+        for m, x in state.items():
+            assert x.dtype == F64
+            level = objective.grid.sigma[m][n]
+            assert torch.equal(sigma[m], level.float())
+            level = level.view(-1, *[1] * (x.ndim - 1))
+            noise[m].append((x - (1 - level) * x0[m].double()) / level)
+        assert (facts["distance"] >= 0).all() and (facts["distance"] < torch.clamp(8 - n, max=4)[:, None]).all()
+        assert losses.x_next is None and "rung" not in facts
+        starts += n.tolist()
+        seen += index
+        epoch += [sorted(seen[-12:])] if len(seen) % 12 == 0 else []
+    assert len(objective.student.model.calls) == 60, "one student forward a call"
+    counts = torch.bincount(torch.tensor(starts), minlength=8)
+    assert counts.nonzero().flatten().tolist() == [0, 3, 6] and counts[[0, 3, 6]].min() > 50
+    assert epoch == [list(range(1, 13))] * 20, "every epoch has every trained row once"
+    assert seen[:12] != seen[12:24], "in a new order"
+    for m, draws in noise.items():
+        draws = torch.cat(draws).flatten(1)  # [240, elements]
+        assert float(draws.mean()) == pytest.approx(0, abs=0.05) and float(draws.std()) == pytest.approx(1, abs=0.05)
+        assert torch.pdist(draws).min() > 0.1, "no noise is used twice"
+
+
+@pytest.mark.parametrize("mode", ["data_latent", "simulate"])
+def test_states_and_heads_follow_from_seed_and_step_alone(data, mode):
+    knobs = dict(rollout_mode=mode, gradient_accumulation_steps=2)
+
+    def asked(objective, step, round):
+        _, facts = objective(step, round)
+        return objective.student.model.calls[-1][0], facts["distance"] + 10 * facts["n"][:, None]
+
+    first = {(step, round): asked(regime(data, **knobs), step, round) for step in (0, 3) for round in (0, 1)}
+    for address, (state, heads) in first.items():
+        again = asked(regime(data, **knobs), *address)
+        assert same(state, again[0]) and torch.equal(heads, again[1])
+        assert not same(state, asked(regime(data, **knobs | {"seed": 8}), *address)[0])
+    for a in first:
+        for b in first:
+            # a carried slot starts from its own noise, at whichever step that is
+            if a != b and (mode == "data_latent" or a[1] != b[1]):
+                assert not same(first[a][0], first[b][0])
+    wide = regime(data, **knobs, train_micro_batch_size_per_gpu=64)
+    facts = [wide(*address)[1] for address in first]
+    assert len({tuple(fact["distance"].flatten().tolist()) for fact in facts}) == 4
+    if mode == "data_latent":
+        assert len({tuple(fact["n"].tolist()) for fact in facts}) == 4
+
+
+@pytest.mark.parametrize("stagger", ["stream", "sample"])
+def test_simulate_is_one_student_forward_that_moves_one_rung(data, stagger):
+    objective = regime(data, stagger=stagger, train_micro_batch_size_per_gpu=6, num_targets=2)
+    model, nodes = objective.student.model, torch.tensor([0, 2, 4, 6, 8])
+    expected = None
+    for step in range(12):
+        before = len(model.calls)
+        losses, facts = objective(step, 0)
+        first_walk = 3 if stagger == "sample" and step == 0 else 0
+        assert len(model.calls) == before + 1 + first_walk
+        state, sigma, text = model.calls[-1]
+        n, rung = facts["n"], facts["rung"]
+        if first_walk:  # what the pre-walk has to arrive at, sample by sample from the noise that it set out with
+            noise = model.calls[0][0]
+            for row in range(6):
+                alone, cond = {m: x[row : row + 1] for m, x in noise.items()}, {"text": text[row : row + 1]}
+                walked = endpoint(
+                    objective.student.block(cond), alone, objective.grid, nodes[: rung[row] + 1].tolist()
+                )
+                for m, x in walked.items():
+                    torch.testing.assert_close(state[m][row], x[0], rtol=1e-12, atol=1e-12)
+        assert torch.equal(n, nodes[rung])
+        assert (facts["distance"] >= 0).all() and (facts["distance"] < torch.clamp(8 - n, max=4)[:, None]).all()
+        for m in state:
+            assert torch.equal(sigma[m], objective.grid.sigma[m][n].float())
+        if expected is not None:
+            for row, (state_b, rung_b, text_b) in enumerate(zip(*expected)):
+                moved = {m: x[row] for m, x in state.items()}
+                if rung_b == 3:  # the end: fresh noise and the next prompt
+                    assert rung[row] == 0
+                    prompts[row] += rows_by_text(objective, text[row : row + 1])
+                    assert not any(torch.allclose(x, state_b[m]) for m, x in moved.items())
+                    continue
+                assert rung[row] == rung_b + 1 and torch.equal(text[row], text_b), "the prompt is kept"
+                for m, x in moved.items():
+                    torch.testing.assert_close(x, state_b[m], rtol=1e-12, atol=1e-12)
+        # what the sampler makes of every sample by itself is where the next call has to find it
+        ends = []
+        for row in range(6):
+            alone, cond = {m: x[row : row + 1] for m, x in state.items()}, {"text": text[row : row + 1]}
+            block = [int(nodes[rung[row]]), int(nodes[rung[row] + 1])]
+            moved = endpoint(objective.student.block(cond), alone, objective.grid, block)
+            ends.append({m: x[0] for m, x in moved.items()})
+        for m, x in losses.x_next.items():
+            torch.testing.assert_close(x, torch.stack([e[m] for e in ends]), rtol=1e-12, atol=1e-12)
+        expected = ends, rung.tolist(), text
+        if step == 0:
+            prompts = [[index] for index in rows_by_text(objective, text)]
+    first_two = [index for laps in prompts for index in laps[:2]]
+    assert sorted(first_two) == list(range(1, 13)), "an epoch has every prompt once"
+
+
+def test_trajectories_start_from_noise_at_the_first_noise_level(data):
+    objective = regime(data, stagger="stream", grid_max_t=0.5, train_micro_batch_size_per_gpu=64)
+    fresh = []
+    for step in range(5):
+        objective(step, 0)
+        fresh.append(objective.student.model.calls[-1][0])
+    for m in SHIFTS:
+        for state in (fresh[0][m], fresh[4][m]):
+            assert float(state.std()) == pytest.approx(0.5, rel=0.06)
+        assert not torch.equal(fresh[0][m], fresh[4][m])
+
+
+def test_an_explicit_carried_partition_is_walked(data):
+    objective = regime(data, student_grid_indices={4: [0, 1, 3, 4, 8]})
+    assert [objective(step, 0)[1]["n"].tolist() for step in range(5)] == [[n] * 4 for n in (0, 1, 3, 4, 0)]
+
+
+@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("fp64", F64), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("mode", ["simulate", "data_latent"])
+def test_trajectories_have_the_precision_asked_for(data, mode, precision, dtype):
+    objective = regime(data, rollout_mode=mode, precision_decoding=precision)
+    losses, _ = objective(0, 0)
+    assert objective.student.model.calls[0][0]["image"].dtype == dtype
+    assert losses.x0["sound"].dtype == dtype
+
+
+@pytest.mark.parametrize("mode", ["simulate", "data_latent"])
+def test_the_knobs_of_the_loss_reach_it(data, mode):
+    objective = regime(data, name="silent", rollout_mode=mode)
+    losses, _ = objective(0, 0)
+    assert losses.per_modality["sound"] == 0 and losses.per_modality["image"] > 0, "masked everywhere"
+    weighted, _ = regime(data, rollout_mode=mode, loss_weights={"image": 3.0, "sound": 0.5})(0, 0)
+    expected = 3 * weighted.per_modality["image"] + 0.5 * weighted.per_modality["sound"]
+    torch.testing.assert_close(weighted.total, expected)
+    for rule, evaluations in {"euler": 1, "midpoint": 2, "rk4": 4}.items():
+        objective = regime(data, rollout_mode=mode, type_rk=rule, num_targets=2)
+        objective(0, 0)
+        assert len(objective.teacher.model.calls) == 2 * evaluations
+
+
+@pytest.mark.parametrize("mode", ["simulate", "data_latent"])
+def test_two_ranks_draw_what_one_rank_draws_for_their_global_batch(data, mode):
+    """States, prompts and heads of the whole batch, and so the mean loss; for some steps, as trajectories go on."""
+    knobs = dict(rollout_mode=mode, stagger="sample", gradient_accumulation_steps=2, num_targets=2)
+    whole = regime(data, **knobs, train_micro_batch_size_per_gpu=8)
+    halves = [regime(data, rank, 2, **knobs) for rank in range(2)]
+    for step in range(6):
+        for round in range(2):
+            losses, facts = whole(step, round)
+            parts = [half(step, round) for half in halves]
+            for fact, value in facts.items():
+                assert torch.equal(value, torch.cat([f[fact] for _, f in parts])), fact
+            calls = [half.student.model.calls[-1] for half in halves]
+            state, _, text = whole.student.model.calls[-1]
+            assert torch.equal(text, torch.cat([c[2] for c in calls]))
+            for m, x in state.items():
+                torch.testing.assert_close(x, torch.cat([c[0][m] for c in calls]), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(losses.total, sum(part.total for part, _ in parts) / 2, rtol=1e-10, atol=0)

@@ -27,7 +27,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# ---------------------------------------------------------------------------------------------------- the stock pipeline
+# ---------------------------------------------------------------------------------------------------- stock pipeline
 
 N, PROMPTS = 16, ["any digit", "three", "an odd digit", "any digit"]
 
@@ -46,7 +46,7 @@ def rows():
 
 
 def stock(pipeline, grid: Grid, state: dict, cond: dict, **guidance) -> torch.Tensor:
-    """The pipeline's own loop. The scheduler of the digits has shift 1, so it leaves shifted noise levels as they are."""
+    """The pipeline's own loop. The digits' scheduler has shift 1, so it leaves shifted noise levels as they are."""
     assert pipeline.scheduler.config.shift == 1
     return pipeline(
         **cond,
@@ -108,7 +108,8 @@ class Pair(nn.Module):
         self.image_out, self.sound_out = nn.Linear(8, 3), nn.Linear(8, 2, bias=False)
 
     def forward(self, image, sound, sigma, text):
-        tokens = torch.cat([self.image_in(image), self.sound_in(sound)], 1) + (self.clock(sigma) + self.text(text))[:, None]
+        tokens = torch.cat([self.image_in(image), self.sound_in(sound)], 1)
+        tokens = tokens + (self.clock(sigma) + self.text(text))[:, None]
         tokens = torch.tanh(tokens + torch.tanh(tokens).mean(1, keepdim=True))
         return self.image_out(tokens[:, : image.shape[1]]), self.sound_out(tokens[:, image.shape[1] :])
 
@@ -137,7 +138,8 @@ def tiny_sd3():
         pos_embed_max_size=2,
     )  # fmt: skip
     cond = {"prompt_embeds": torch.randn(3, 1, 6, dtype=F64), "pooled_prompt_embeds": torch.randn(3, 5, dtype=F64)}
-    return SD3Transformer2DModel(**config).double(), SD3(config, {}), {"image": torch.randn(3, 3, 4, 4, dtype=F64)}, cond
+    state = {"image": torch.randn(3, 3, 4, 4, dtype=F64)}
+    return SD3Transformer2DModel(**config).double(), SD3(config, {}), state, cond
 
 
 def perturbed_student(make, pdd_steps: int):
@@ -153,7 +155,7 @@ def perturbed_student(make, pdd_steps: int):
 
 @torch.no_grad()
 def one_head_at_a_time(base, student, backbone, grid, state, cond, start, end):
-    """``x_end`` of a block from ``end - start`` ordinary forwards, each of the base transformer with another last linear."""
+    """``x_end`` of a block by ``end - start`` ordinary forwards, each of the base with other last linears."""
     model, moved = Velocity(copy.deepcopy(base), backbone), dict(state)
     sigma = {m: s[start].float().expand(3) for m, s in grid.sigma.items()}
     for k in range(start, end):
@@ -184,6 +186,29 @@ def test_fused_sampling_is_materialise_then_integrate(make, nodes):
                 torch.testing.assert_close(x[m], y[m], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("make", [pair, tiny_sd3])
+def test_one_forward_gives_every_direction_of_a_plan(make):
+    """Displacements to several ends and single heads, from a node of its own for every sample."""
+    base, student, backbone, state, cond = perturbed_student(make, 6)
+    grid = Grid(6, dict(zip(backbone.modalities, (3.0, 0.5))))
+    starts, ends, heads = [0, 4, 2], [[6, 1], [5, 4], [3, 6]], [[5, 0], [4, 5], [2, 3]]
+    plans = grid.plan(starts, ends, heads)
+    out = Student(Velocity(student, backbone), grid).directions(state, torch.tensor(starts), cond, plans)
+    for b, start in enumerate(starts):
+        moves = [one_head_at_a_time(base, student, backbone, grid, state, cond, start, end) for end in ends[b]]
+        for m, x in state.items():
+            for d, moved in enumerate(moves):
+                torch.testing.assert_close(x[b] + out[m][b, d], moved[m][b], rtol=1e-9, atol=1e-9)
+            for s, head in enumerate(heads[b]):
+                # a head's velocity by what its own interval adds to the displacement
+                before, after = (
+                    one_head_at_a_time(base, student, backbone, grid, state, cond, start, end)[m][b]
+                    for end in (head, head + 1)
+                )
+                velocity = (after - before) / (grid.sigma[m][head + 1] - grid.sigma[m][head])
+                torch.testing.assert_close(out[m][b, 2 + s], velocity, rtol=1e-9, atol=1e-9)
+
+
 def test_a_fused_student_holds_plain_linears_and_fuses_each_block_once():
     _, student, backbone, state, cond = perturbed_student(pair, 6)
     fused = FusedStudent(student, backbone, Grid(6, {"image": 1.0, "sound": 1.0}))
@@ -195,6 +220,10 @@ def test_a_fused_student_holds_plain_linears_and_fuses_each_block_once():
     assert not torch.equal(fused.model.transformer.image_out.weight, first.weight)
     predict(state, 0, 3)
     assert fused.model.transformer.image_out is first
+    for start, end in ((0, 6), (2, 6)):  # of other partitions, with a node in common
+        predict(state, start, end)
+        expected = fused.banks["image"].fuse(fused.grid.fused_plan(start, end)["image"])
+        assert torch.equal(fused.model.transformer.image_out.weight, expected.weight)
     assert not any(isinstance(module, ParallelHead) for module in fused.model.modules())
 
 
@@ -240,7 +269,8 @@ def test_a_walk_integrates_with_the_blocks_noise_levels():
 def test_each_block_has_a_velocity_of_its_own():
     grid = Grid(4, {"image": 2.0})
     s = grid.sigma["image"]
-    end = endpoint(lambda x, a, b: {"image": torch.full((1,), float(10**a))}, {"image": torch.zeros(1, dtype=F64)}, grid, [0, 1, 4])
+    predict = lambda x, a, b: {"image": torch.full((1,), float(10**a))}  # noqa: E731
+    end = endpoint(predict, {"image": torch.zeros(1, dtype=F64)}, grid, [0, 1, 4])
     assert float(end["image"]) == pytest.approx(float((s[1] - s[0]) + 10 * (s[4] - s[1])), rel=1e-13)
 
 

@@ -45,15 +45,16 @@ def field_of(shifts: dict, max_t: float):
     """Velocities as a function of state and clock, and nothing of the grid under test in it."""
 
     def field(state, u):
-        sigma = {m: torch.tensor([clock_rate(s, max_t, float(t))[0] for t in u], dtype=F64)[:, None] for m, s in shifts.items()}
+        levels = {m: [[clock_rate(s, max_t, float(t))[0]] for t in u] for m, s in shifts.items()}
+        sigma = {m: torch.tensor(s, dtype=F64) for m, s in levels.items()}  # [B, 1]
         return coupled(state, sigma) if len(state) == 2 else {"image": one(state["image"], sigma["image"])}
 
     return field
 
 
 def start_of(shifts: dict) -> dict:
-    state = {"image": torch.tensor([[0.7, -1.1], [1.5, 0.2]], dtype=F64), "sound": torch.tensor([[0.4], [-0.3]], dtype=F64)}
-    return {m: state[m] for m in shifts}
+    state = {"image": [[0.7, -1.1], [1.5, 0.2]], "sound": [[0.4], [-0.3]]}
+    return {m: torch.tensor(state[m], dtype=F64) for m in shifts}
 
 
 def reference(shifts: dict, max_t: float, steps: int = 1500) -> dict:
@@ -355,7 +356,8 @@ def test_a_column_without_a_policy_is_kept_or_refused(rows):
     """YAML's null is a value that a recipe can hold; it must not surface as a KeyError in the first forward."""
     cond = rows.cond(rows.row_of("two"), "cpu")
     try:
-        uncond = made_from(teacher_guidance_scale=3, cfg_uncond={"prompt_embeds": None, "pooled_prompt_embeds": "zeros"})
+        policies = {"prompt_embeds": None, "pooled_prompt_embeds": "zeros"}
+        uncond = made_from(teacher_guidance_scale=3, cfg_uncond=policies)
     except ConfigError:
         return
     assert torch.equal(uncond(cond)["prompt_embeds"], cond["prompt_embeds"])

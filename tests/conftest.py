@@ -1,0 +1,126 @@
+"""How the tests start the real scripts: through the launcher, or, where only the result matters, forked from a warm process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+TEACHER = REPO / "assets" / "digits"
+ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+TRAIN = ["train_pdd.py", "--ds_config", "ds_configs/zero3.json"]
+# a run of a second or two: N = 16, the digits teacher, 6 updates
+SMALL = [
+    "--pdd_steps", "16", "--block_size_min", "4", "--block_size_max", "16", "--train_micro_batch_size_per_gpu", "4",
+    "--max_train_steps", "6", "--warmup_steps", "0", "--lr_scheduler", "constant", "--learning_rate", "1e-3",
+    "--head_learning_rate", "3e-3", "--ema_decay", "0", "--log_every", "1", "--validation_every", "0", "--shift", "1",
+    "--stagger", "stream",
+]  # fmt: skip
+
+
+def run_script(*words: str, launcher: int = 0, timeout: int = 300, **options) -> subprocess.CompletedProcess:
+    """A script of the repository as a user starts it: plain Python, or ``deepspeed`` with so many ranks."""
+    if launcher:
+        deepspeed = Path(sys.executable).with_name("deepspeed")
+        start = [str(deepspeed), "--num_accelerators", str(launcher), "--master_port", str(free_port())]
+    else:
+        start = [sys.executable]
+    command = [*start, *map(str, words)]
+    return subprocess.run(command, cwd=REPO, env=ENVIRONMENT, text=True, capture_output=True, timeout=timeout, **options)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def lines(run: Path, key: str) -> list:
+    """One value of every line of a run's log that has it."""
+    logged = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [line[key] for line in logged if key in line]
+
+
+def student_weights(run: Path) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(run / "student" / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(a[k].shape == b[k].shape and bool((a[k] == b[k]).all()) for k in a)
+
+
+SERVER = """
+import io, json, os, sys, tempfile, traceback
+sys.path.insert(0, os.getcwd())
+import deepspeed, diffusers, datasets, torch
+import pdd.compare, pdd.engine, pdd.formats, pdd.objective, pdd.validation
+import sample_pdd, train_pdd
+from diffusers import SD3Transformer2DModel
+torch.set_num_threads(1)
+print("ready", flush=True)
+for request in sys.stdin:
+    script, argv, prelude = json.loads(request)
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            os.dup2(output.fileno(), 1); os.dup2(output.fileno(), 2)
+            code = 1
+            try:
+                exec(prelude)
+                code = {"train": train_pdd, "sample": sample_pdd}[script].main(argv)
+            except SystemExit as leaving:
+                code = leaving.code or 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush(); sys.stderr.flush()
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        print(json.dumps([code, output.read()]), flush=True)
+"""
+
+
+class Warm:
+    """The scripts' ``main`` in a process forked from one that has imported everything: seconds a run instead of ten."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER], cwd=REPO, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        while (line := self.process.stdout.readline()) != "ready\n":
+            assert line, "the warm process died"
+
+    def __call__(self, script: str, *words, prelude: str = "") -> tuple[int, str]:
+        """``(exit status, what it printed)``."""
+        self.process.stdin.write(json.dumps([script, [str(w) for w in words], prelude]) + "\n")
+        self.process.stdin.flush()
+        code, output = json.loads(self.process.stdout.readline())
+        return code, output
+
+    def train(self, run: Path, *words, prelude: str = "", code: int = 0) -> Path:
+        """A small training run that ends with ``code``."""
+        ended, output = self("train", "--ds_config", "ds_configs/zero3.json", *SMALL, "--run", run, *words, prelude=prelude)
+        assert ended == code, output
+        return run
+
+
+@pytest.fixture(scope="session")
+def warm():
+    server = Warm()
+    yield server
+    server.process.stdin.close()
+    server.process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def baseline(warm, tmp_path_factory):
+    """The small run that others are compared with."""
+    return warm.train(tmp_path_factory.mktemp("baseline") / "run")

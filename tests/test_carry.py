@@ -1,0 +1,246 @@
+"""Carried trajectories, several ranks in one process, and the draws that make a trajectory from its serial number."""
+
+import pytest
+import torch
+
+from pdd.carry import TrajectoryCarry, merge, stagger_offset, uncovered_rungs
+from pdd.draws import Shuffle, generator_for, noise
+
+# rungs, slots, batch, ranks
+SHAPES = [(8, 1, 1, 1), (8, 1, 3, 1), (8, 2, 3, 2), (4, 3, 2, 4), (3, 4, 2, 5), (1, 2, 2, 2), (5, 1, 16, 1)]
+EACH = pytest.mark.parametrize("shape", SHAPES, ids=str)
+STAGGER = pytest.mark.parametrize("stagger", ["stream", "sample"])
+
+
+def ranks_of(shape, stagger) -> list[TrajectoryCarry]:
+    rungs, slots, batch, world = shape
+    return [TrajectoryCarry(rungs, slots, batch, rank, world, stagger) for rank in range(world)]
+
+
+class World:
+    """States that say which trajectory they are and how far it has come: ``x = serial``, ``y = rungs walked``."""
+
+    def __init__(self):
+        self.forwards, self.walked = 0, []
+
+    def fresh(self, serials):
+        return {"x": serials[:, None].double(), "y": torch.zeros(len(serials), 2, 2)}
+
+    def advance(self, state, serials, rung):
+        self.forwards += 1
+        self.walked.append(rung)
+        assert torch.equal(state["x"][:, 0], serials.double())
+        assert (state["y"] == rung).all(), "each forward of the pre-walk starts from the rung that it says"
+        return {"x": state["x"], "y": state["y"] + 1}
+
+    def step(self, carry, index):
+        """One accumulation round: what was in the slot, and the student's move."""
+        slot = carry.slot(index, self.fresh, self.advance)
+        carry.commit(index, {"x": slot.state["x"], "y": slot.state["y"] + 1}, self.fresh)
+        return slot
+
+
+# ---------------------------------------------------------------------------------------------------- rungs
+
+
+@EACH
+@STAGGER
+def test_every_sample_climbs_rung_by_rung_and_keeps_its_trajectory(shape, stagger):
+    """The serial number, which decides noise and prompt, lasts a trajectory's life and is never used again."""
+    rungs, slots, batch, world = shape
+    used = []
+    for carry in ranks_of(shape, stagger):
+        for index in range(slots):
+            simulator, previous, visited = World(), None, set()
+            for _ in range(3 * rungs + 1):
+                slot = simulator.step(carry, index)
+                serials = carry.serials(index, slot.lap)
+                assert slot.state["x"].shape == (batch, 1)
+                assert torch.equal(slot.state["x"][:, 0], serials.double())
+                assert (slot.state["y"] == slot.rung.view(-1, 1, 1)).all(), "a state is where its rung says"
+                for row in range(batch):
+                    rung, serial = int(slot.rung[row]), int(serials[row])
+                    visited.add((row, rung))
+                    if previous is None:
+                        assert rung == carry.offsets(index)[row] and slot.lap[row] == 0
+                        used.append(serial)
+                    elif previous[0][row] == rungs - 1:
+                        assert rung == 0 and serial > previous[1][row]
+                        used.append(serial)
+                    else:
+                        assert rung == previous[0][row] + 1 and serial == previous[1][row]
+                previous = slot.rung.tolist(), serials.tolist()
+            assert visited == {(row, rung) for row in range(batch) for rung in range(rungs)}
+    assert len(used) == len(set(used)), "over all ranks, slots and laps"
+    assert sorted(used)[: slots * world * batch] == list(range(slots * world * batch)), "and none is left out"
+
+
+@EACH
+@STAGGER
+def test_the_pre_walk_issues_as_many_forwards_on_every_rank(shape, stagger):
+    """ZeRO-3 hangs otherwise. The states themselves are advanced exactly as far as their offsets say."""
+    rungs, slots, _, world = shape
+    for index in range(slots):
+        worlds = [World() for _ in range(world)]
+        carries = ranks_of(shape, stagger)
+        states = [carry.slot(index, w.fresh, w.advance) for carry, w in zip(carries, worlds)]
+        farthest = max(int(carry.offsets(index).max()) for carry in carries)
+        assert [w.walked for w in worlds] == [list(range(farthest))] * world
+        for carry, slot, w in zip(carries, states, worlds):
+            offsets = carry.offsets(index)
+            assert torch.equal(slot.rung, offsets) and (slot.state["y"] == offsets.view(-1, 1, 1)).all()
+            carry.slot(index, w.fresh, w.advance)
+            assert w.forwards == farthest, "a slot that is filled needs no forward"
+
+
+@EACH
+@STAGGER
+def test_first_starts_are_spread_over_the_rungs(shape, stagger):
+    """As many different rungs as there can be, and none much more often than another."""
+    rungs, slots, batch, world = shape
+    carries = ranks_of(shape, stagger)
+    offsets = torch.stack([torch.stack([c.offsets(i) for c in carries]) for i in range(slots)])  # [slots, ranks, B]
+    if stagger == "stream":
+        assert (offsets == offsets[..., :1]).all(), "one rung for a whole slot"
+        offsets = offsets[..., :1]
+    flat = offsets.flatten().tolist()
+    assert all(0 <= o < rungs for o in flat)
+    counts = [flat.count(o) for o in range(rungs)]
+    assert len(set(flat)) == min(rungs, len(flat)) and max(counts) - min(counts) <= 1
+    for rank in range(world):
+        for index in range(slots):
+            # the pre-walk counts on every rank knowing every other rank's offsets
+            assert torch.equal(carries[0].offsets(index, rank), carries[rank].offsets(index))
+
+
+def test_stagger_offsets_of_few_streams_leave_equal_gaps():
+    assert [stagger_offset(i, 4, 8) for i in range(4)] == [0, 2, 4, 6]
+    assert [stagger_offset(i, 3, 8) for i in range(3)] == [0, 2, 5]
+    assert [stagger_offset(i, 10, 4) for i in range(10)] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+def test_a_global_batch_has_the_same_serials_and_offsets_on_any_number_of_ranks():
+    for index in range(3):
+        whole = TrajectoryCarry(8, 3, 12, 0, 1, "sample")
+        for world in (2, 3, 4):
+            parts = ranks_of((8, 3, 12 // world, world), "sample")
+            for lap in (0, 5):
+                laps = [torch.full((c.batch,), lap) for c in (whole, parts[0])]
+                joined = torch.cat([c.serials(index, laps[1]) for c in parts])
+                assert torch.equal(whole.serials(index, laps[0]), joined)
+            assert torch.equal(whole.offsets(index), torch.cat([c.offsets(index) for c in parts]))
+
+
+@EACH
+@STAGGER
+@pytest.mark.parametrize("steps", [1, 2, 3, 100])
+def test_uncovered_rungs_are_those_that_a_run_does_not_visit(shape, stagger, steps):
+    rungs, slots, *_ = shape
+    visited = set()
+    for carry in ranks_of(shape, stagger):
+        for index in range(slots):
+            for _ in range(min(steps, 2 * rungs)):
+                visited |= set(World.step(World(), carry, index).rung.tolist())
+    assert uncovered_rungs(ranks_of(shape, stagger)[0], steps) == sorted(set(range(rungs)) - visited)
+
+
+def test_one_short_run_of_one_stream_leaves_rungs_out():
+    assert uncovered_rungs(TrajectoryCarry(8, 1, 4, 0, 1, "stream"), 5) == [5, 6, 7]
+    assert uncovered_rungs(TrajectoryCarry(8, 1, 4, 0, 1, "sample"), 1) == [1, 3, 5, 7]
+    assert uncovered_rungs(TrajectoryCarry(8, 2, 4, 0, 2, "stream"), 2) == []
+
+
+# ---------------------------------------------------------------------------------------------------- save and resume
+
+
+@STAGGER
+def test_a_restored_carry_goes_on_as_if_nothing_had_happened(stagger):
+    shape = (4, 3, 5, 2)
+    carry, simulator = ranks_of(shape, stagger)[1], World()
+    for step in range(6):
+        for index in range(2):  # the third slot is still empty when the run is interrupted
+            simulator.step(carry, index)
+    saved = {name: tensor.clone() for name, tensor in carry.state_dict().items()}
+    restored = ranks_of(shape, stagger)[1]
+    restored.load_state_dict(carry.state_dict(), torch.device("cpu"))
+    for step in range(9):
+        for index in range(3):
+            before, after = World(), World()
+            a, b = before.step(carry, index), after.step(restored, index)
+            assert torch.equal(a.rung, b.rung) and torch.equal(a.lap, b.lap)
+            assert all(torch.equal(a.state[m], b.state[m]) and a.state[m].dtype == b.state[m].dtype for m in ("x", "y"))
+            assert before.forwards == after.forwards
+    third = ranks_of(shape, stagger)[1]
+    third.load_state_dict(saved, torch.device("cpu"))
+    assert {n: t.tolist() for n, t in third.state_dict().items()} == {n: t.tolist() for n, t in saved.items()}
+
+
+def test_what_is_saved_is_flat_contiguous_and_without_a_graph():
+    """As safetensors wants it."""
+    carry = TrajectoryCarry(4, 1, 3, 0, 1)
+    weight = torch.ones(2, 3, requires_grad=True)
+    carry.slot(0, lambda serials: {"x": torch.zeros(3, 2)}, None)
+    carry.commit(0, {"x": (weight * 2).T}, None)
+    saved = carry.state_dict()
+    assert set(saved) == {"0.state.x", "0.rung", "0.lap"}
+    assert all(t.is_contiguous() and not t.requires_grad and t.device.type == "cpu" for t in saved.values())
+    assert TrajectoryCarry(4, 2, 3, 0, 1).state_dict() == {}
+
+
+@pytest.mark.parametrize("slots, batch, message", [
+    (1, 3, r"saved trajectories have slot 1 of 3 samples; this run has 1 slots of 3"),
+    (2, 4, r"saved trajectories have slot 0 of 3 samples; this run has 2 slots of 4"),
+    (2, 2, r"saved trajectories have slot 0 of 3 samples; this run has 2 slots of 2"),
+])  # fmt: skip
+def test_trajectories_of_another_shape_are_refused_whole(slots, batch, message):
+    carry = TrajectoryCarry(4, 2, 3, 0, 1)
+    for index in range(2):
+        World().step(carry, index)
+    other = TrajectoryCarry(4, slots, batch, 0, 1)
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(carry.state_dict(), torch.device("cpu"))
+    assert other.slots == [None] * slots, "nothing of it was taken"
+
+
+def test_merge_chooses_sample_by_sample():
+    a, b = {"x": torch.ones(3, 2), "y": torch.ones(3, 1, 4)}, {"x": torch.zeros(3, 2), "y": torch.zeros(3, 1, 4)}
+    merged = merge(torch.tensor([True, False, True]), a, b)
+    assert merged["x"].tolist() == [[1, 1], [0, 0], [1, 1]] and merged["y"][:, 0, 0].tolist() == [1, 0, 1]
+
+
+# ---------------------------------------------------------------------------------------------------- draws
+
+
+def test_equal_addresses_draw_equally_and_no_others_do():
+    one = (0, "noise", 1)
+    addresses = [one, (0, "noise", 2), (1, "noise", 1), (0, "targets", 1), (0, "noise", "1"), (*one, 0)]
+    draws = [torch.rand(8, generator=generator_for(*address)) for address in addresses]
+    for i, address in enumerate(addresses):
+        assert torch.equal(draws[i], torch.rand(8, generator=generator_for(*address)))
+        assert not any(torch.equal(draws[i], other) for other in draws[:i])
+
+
+def test_draws_leave_the_global_generator_alone_and_do_not_read_it():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = noise((3, 4), 0, "image", 7)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(6)
+    assert torch.equal(noise((3, 4), 0, "image", 7), first)
+
+
+def test_noise_is_standard_normal_float32_and_independent_between_samples():
+    x = torch.stack([noise((64,), 0, "noise", "image", i) for i in range(400)])  # [400, 64]
+    assert x.dtype == torch.float32 and x.shape == (400, 64)
+    assert float(x.mean()) == pytest.approx(0, abs=0.02) and float(x.std()) == pytest.approx(1, abs=0.02)
+    assert float((x[:-1] * x[1:]).mean()) == pytest.approx(0, abs=0.02)
+
+
+def test_shuffle_passes_over_every_row_once_an_epoch_in_a_new_order():
+    shuffle = Shuffle(10, seed=3)
+    epochs = [[shuffle.at(10 * e + i) for i in range(10)] for e in range(4)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    again = Shuffle(10, seed=3)
+    assert [again.at(i) for i in reversed(range(40))] == [row for epoch in reversed(epochs) for row in reversed(epoch)]
+    assert [Shuffle(10, seed=4).at(i) for i in range(10)] != epochs[0]
