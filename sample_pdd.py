@@ -88,7 +88,7 @@ def sample(args) -> None:
         print(f"picture {out / 'compare.png'}\ntable   {out / 'compare.json'}")
         return
 
-    prompts = prompts or [rows.prompts[i] for i in rows.trained[:4].tolist()]
+    prompts = prompts or [rows.prompts[i] for i in rows.trained[:4]]
     num = args.num or 8
     jobs = [(prompt, i) for prompt in prompts for i in range(num)]
     for steps, nodes in partitions.items():

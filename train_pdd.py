@@ -112,7 +112,7 @@ def train(argv: list[str]) -> int:
                 meter.add(losses, facts)
             step += 1
             bar.update()
-            meter.seconds += time.perf_counter() - began
+            meter.updated(time.perf_counter() - began)
 
             if step % config.log_every == 0 or step == config.max_train_steps:
                 line = meter.line(processes)
@@ -210,6 +210,10 @@ class Meter:
         if "rung" in facts:
             self.latest["rung"] = float(facts["rung"].double().mean())
 
+    def updated(self, seconds: float) -> None:
+        self.updates += 1
+        self.seconds += seconds
+
     def line(self, processes) -> dict[str, float | None]:
         """The averages over all ranks, and a fresh start; collective."""
         import torch
@@ -217,12 +221,12 @@ class Meter:
         names = list(self.sums)
         packed = torch.cat([
             torch.stack([torch.as_tensor(self.sums[n]).double().cpu() for n in names]) / self.count,
-            torch.tensor([self.seconds / max(self.count, 1)], dtype=torch.float64),
+            torch.tensor([self.seconds / self.updates], dtype=torch.float64),
             torch.tensor(list(self.latest.values()), dtype=torch.float64),
         ])  # fmt: skip
         packed = (processes.sum(packed) / processes.world).tolist()
         total, count = processes.sum(self.by_distance).tolist()
-        out: dict[str, float | None] = dict(zip([*names, "seconds_per_forward", *self.latest], packed))
+        out: dict[str, float | None] = dict(zip([*names, "seconds_per_step", *self.latest], packed))
         for i, (a, b) in enumerate(zip(total, count)):
             lower, upper = i * self.width // self.BINS, (i + 1) * self.width // self.BINS
             out[f"loss_distance_{lower}_{upper}"] = a / b if b else None

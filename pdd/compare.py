@@ -66,7 +66,7 @@ def compare(
 
     vague = vague_prompts(config.teacher_dir)
     prompts = prompts or [p for p in vague if p in rows.prompts] + [
-        rows.prompts[i] for i in rows.trained.tolist() if rows.prompts[i] not in vague
+        rows.prompts[i] for i in rows.trained if rows.prompts[i] not in vague
     ]
     samples: dict[tuple, dict[str, Tensor]] = {}  # method -> prompt -> pictures [num, ...]
     bar = tqdm(total=len(methods) * len(prompts), desc="compare", unit="set", leave=False)

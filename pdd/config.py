@@ -91,6 +91,7 @@ class Data:
     """data"""
 
     data: str = knob("", "dataset folder (datasets.save_to_disk); <teacher>/conditioning or /latents if not given")
+    prompt_repeats: dict = knob({}, "prompt: how often it is drawn in each pass over the data; once if not named", fixed=True)
     seed: int = knob(0, "seed of every draw", fixed=True)
 
 
@@ -169,6 +170,8 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
             require(_is_number(shift) and shift > 0, f"shift{modality}", shift, "more than 0")
         for modality, weight in self.loss_weights.items():
             require(_is_number(weight) and weight >= 0, f"loss_weights[{modality}]", weight, "0 or more")
+        for prompt, times in self.prompt_repeats.items():
+            require(isinstance(times, int) and times >= 1, f"prompt_repeats[{prompt}]", times, "an integer >= 1")
         require(self.teacher_guidance_scale > 0, "teacher_guidance_scale", self.teacher_guidance_scale, "more than 0")
         require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "0 for none, or less than 1")
         require(
@@ -182,7 +185,8 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
         policies = self.cfg_uncond.values() if isinstance(self.cfg_uncond, Mapping) else [self.cfg_uncond]
         for policy in policies:
             allowed = ("negative_prompt", "empty_prompt", "zeros", "keep")
-            _require(policy in (None, *allowed), "cfg_uncond", policy, ", ".join(allowed))
+            missing = policy is None and self.cfg_uncond is None
+            _require(missing or policy in allowed, "cfg_uncond", policy, ", ".join(allowed))
         if self.teacher_guidance_scale == 1:
             return
         allowed = "negative_prompt, empty_prompt or zeros for at least one column when teacher_guidance_scale is not 1"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdd.backbones import Backbone
 from pdd.backbones.base import State
-from pdd.config import Config, ConfigError
+from pdd.config import Config, ConfigError, unknown
 from pdd.draws import Shuffle
 
 
@@ -48,10 +48,15 @@ class Rows:
         self.masks = {m: f"{c}_mask" for m, c in latent_columns.items() if f"{c}_mask" in self.dataset.column_names}
         self.prompts: list[str] = list(self.dataset["prompt"])
         aside = {"", config.negative_prompt}
-        self.trained = torch.tensor([i for i, prompt in enumerate(self.prompts) if prompt not in aside])
-        if not len(self.trained):
+        self.trained = [i for i, prompt in enumerate(self.prompts) if prompt not in aside]
+        if not self.trained:
             raise ConfigError(f"data {str(self.path)!r} has no prompt to train on; needed is at least one that is not empty")
-        self._shuffle = Shuffle(len(self.trained), config.seed)
+        for prompt in config.prompt_repeats:
+            if prompt not in self.prompts:
+                raise unknown(f"prompt_repeats: prompt of data {str(self.path)!r}", prompt, self.prompts)
+        times = [config.prompt_repeats.get(self.prompts[i], 1) for i in self.trained]
+        self._pass = torch.tensor(self.trained).repeat_interleave(torch.tensor(times))
+        self._shuffle = Shuffle(len(self._pass), config.seed)
         self._tensors = self.dataset.with_format("torch")
         self.latent_shapes = (
             {m: tuple(self._tensors[0][c].shape) for m, c in latent_columns.items()}
@@ -61,7 +66,7 @@ class Rows:
 
     def shuffled(self, serials: Tensor) -> Tensor:
         """Rows of the samples with these serial numbers ``[B]``: an endless shuffled pass over the trained rows."""
-        return self.trained[[self._shuffle.at(i) for i in serials.tolist()]]
+        return self._pass[[self._shuffle.at(i) for i in serials.tolist()]]
 
     def cond(self, indices: Tensor, device: torch.device | str) -> dict[str, Tensor]:
         """Conditioning of rows, column -> ``[B, ...]``."""

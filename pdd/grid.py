@@ -32,23 +32,19 @@ class Shift:
 
     def __call__(self, u: Tensor) -> Tensor:
         """Noise level at base clock ``u`` (any shape, in ``[0, max_t]``)."""
-        return self.shift * u * self.max_t / (u * (self.shift - 1) + self.max_t)
+        return self.shift * u * self.max_t / self._denominator(u)
 
     def inverse(self, sigma: Tensor) -> Tensor:
         """Base clock at noise level ``sigma`` (any shape)."""
         return Shift(1 / self.shift, self.max_t)(sigma)
 
-    def difference(self, u: Tensor, w: Tensor, u_minus_w: Tensor) -> Tensor:
-        """``f(u) - f(w)`` without subtracting two nearly equal noise levels; the clock difference is given.
-
-        ``f(u) - f(w) = s M^2 (u - w) / ((u (s-1) + M) (w (s-1) + M))``.
-        """
-        a, m = self.shift - 1, self.max_t
-        return self.shift * m * m * u_minus_w / ((u * a + m) * (w * a + m))
-
     def slope(self, u: Tensor) -> Tensor:
         """``df / du`` at base clock ``u``."""
-        return self.shift * self.max_t**2 / (u * (self.shift - 1) + self.max_t) ** 2
+        return self.shift * self.max_t**2 / self._denominator(u) ** 2
+
+    def _denominator(self, u: Tensor) -> Tensor:
+        # u (s - 1) + M would cancel near u = M for a small shift
+        return (self.max_t - u) + self.shift * u
 
 
 class Grid:
@@ -82,13 +78,25 @@ class Grid:
     @cached_property
     def sigma(self) -> dict[str, Tensor]:
         """Modality -> noise level at every node, ``[N+1]``, falling from ``max_t`` to 0."""
-        return {name: schedule(self.u) for name, schedule in self.schedules.items()}
+        left = torch.arange(self.pdd_steps, -1, -1, dtype=torch.float64)  # N - k
+        return {m: f.shift * self.max_t * left / self._denominators(f.shift) for m, f in self.schedules.items()}
 
     @cached_property
     def h(self) -> dict[str, Tensor]:
-        """Modality -> signed integration weight of every interval, ``[N]``: ``x_{k+1} = x_k + h_k v_k``."""
-        width = torch.tensor(self.max_t / self.pdd_steps, dtype=torch.float64)
-        return {name: -f.difference(self.u[:-1], self.u[1:], width) for name, f in self.schedules.items()}
+        """Modality -> signed integration weight of every interval, ``[N]``: ``x_{k+1} = x_k + h_k v_k``.
+
+        ``sigma_{k+1} - sigma_k = -s M N / (d_k d_{k+1})`` with ``d_k = k + s (N - k)``: never the difference of two
+        nearly equal noise levels.
+        """
+        weights = {}
+        for m, f in self.schedules.items():
+            d = self._denominators(f.shift)
+            weights[m] = -f.shift * self.max_t * self.pdd_steps / (d[:-1] * d[1:])
+        return weights
+
+    def _denominators(self, shift: float) -> Tensor:
+        k = torch.arange(self.pdd_steps + 1, dtype=torch.float64)
+        return k + shift * (self.pdd_steps - k)
 
     def block_weight(self, name: str, start: int, end: int) -> float:
         """``sigma(u_end) - sigma(u_start)`` of a block, as the sum of its interval weights."""

@@ -28,7 +28,7 @@ def validation_rows(config: Config, rows: Rows) -> list[int]:
         ConfigError: a prompt that the dataset does not have.
     """
     if not config.validation_prompts:
-        return rows.trained[:4].tolist()
+        return rows.trained[:4]
     try:
         return [rows.find(str(prompt)) for prompt in config.validation_prompts]
     except KeyError as error:

@@ -31,9 +31,9 @@ def worst(values: torch.Tensor, exact: list[Fraction]) -> float:
 @pytest.mark.parametrize("max_t", [0.999, 1.0])
 @pytest.mark.parametrize("pdd_steps", [1, 7, 64])
 def test_nodes_and_noise_levels_are_the_closed_form(pdd_steps, max_t):
-    shifts = {"image": 1.0, "video": 6.0, "sound": 1 / 3}
+    shifts = {"image": 1.0, "video": 6.0, "sound": 1 / 3, "depth": 1e-3}
     grid = Grid(pdd_steps, shifts, max_t)
-    assert grid.modalities == ("image", "video", "sound")
+    assert grid.modalities == ("image", "video", "sound", "depth")
     assert grid.u.dtype == F64 and grid.u[0] == max_t and grid.u[-1] == 0
     assert worst(grid.u, [Fraction(max_t) * (pdd_steps - k) / pdd_steps for k in range(pdd_steps + 1)]) < 3e-16
     for name, shift in shifts.items():
@@ -47,8 +47,9 @@ def test_the_clock_starts_where_the_seed_does():
 
 @pytest.mark.parametrize("max_t", [0.999, 1.0])
 @pytest.mark.parametrize("pdd_steps", [1, 7, 1024])
-@pytest.mark.parametrize("shift", [1 / 3, 1.0, 3.0, 12.0, 1e3, 1e6, 1e12])
+@pytest.mark.parametrize("shift", [1e-6, 1e-3, 1 / 3, 1.0, 3.0, 12.0, 1e3, 1e6, 1e12])
 def test_weights_are_exact_to_rounding(shift, pdd_steps, max_t):
+    """Nothing cancels: neither the noise levels' difference at a large shift nor their denominator at a small one."""
     sigma = exact_sigma(shift, max_t, pdd_steps)
     weights = [b - a for a, b in zip(sigma, sigma[1:])]
     grid = Grid(pdd_steps, {"image": shift}, max_t)
@@ -58,14 +59,6 @@ def test_weights_are_exact_to_rounding(shift, pdd_steps, max_t):
         assert worst(grid.sigma["image"].diff(), weights) > 1e-11
 
 
-@pytest.mark.parametrize("max_t", [0.999, 1.0])
-def test_weights_are_exact_to_rounding_at_a_small_shift(max_t):
-    """The denominator ``u (s - 1) + M`` must not lose digits to a subtraction either."""
-    sigma = exact_sigma(1e-3, max_t, 1024)
-    weights = [b - a for a, b in zip(sigma, sigma[1:])]
-    assert worst(Grid(1024, {"image": 1e-3}, max_t).h["image"], weights) < 2e-15
-
-
 @pytest.mark.parametrize("start, end", [(0, 1), (3, 17), (17, 64), (0, 64)])
 def test_block_weight_is_the_difference_of_noise_levels(start, end):
     grid, sigma = Grid(64, {"image": 5.0, "sound": 1.0}), exact_sigma(5.0, 0.999, 64)
@@ -73,7 +66,7 @@ def test_block_weight_is_the_difference_of_noise_levels(start, end):
     assert grid.block_weight("sound", start, end) == pytest.approx(0.999 * (start - end) / 64, rel=1e-14)
 
 
-@pytest.mark.parametrize("shift", [0.0, 1e-300, 1e308, float("inf"), float("nan")])
+@pytest.mark.parametrize("shift", [0.0, 1e-310, 1e200, 1e308, float("inf"), float("nan")])
 def test_a_weight_that_is_zero_or_not_finite_is_refused(shift):
     with pytest.raises(ValueError, match=r"shift \S+ of modality 'sound' with pdd_steps 16 .* zero or not finite"):
         Grid(16, {"image": 1.0, "sound": shift})
@@ -107,12 +100,6 @@ def test_slope_is_the_derivative(shift):
     u = torch.linspace(0, 0.999, 33, dtype=F64, requires_grad=True)
     (derivative,) = torch.autograd.grad(f(u).sum(), u)
     torch.testing.assert_close(f.slope(u.detach()), derivative, rtol=1e-13, atol=0)
-
-
-def test_difference_of_two_clocks():
-    f = Shift(4.0)
-    u, w = torch.tensor([0.9, 0.2, 0.5], dtype=F64), torch.tensor([0.1, 0.7, 0.5], dtype=F64)
-    torch.testing.assert_close(f.difference(u, w, u - w), f(u) - f(w), rtol=1e-13, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------- partitions

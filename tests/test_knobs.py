@@ -84,6 +84,7 @@ TABLE = {
     "cfg_uncond": (GUIDED, ["--cfg_uncond", "zeros"], loss),
     "negative_prompt": ([*NEGATIVE, "three"], ["--negative_prompt", "four"], loss),
     "guidance_rescale": (GUIDED, ["--guidance_rescale", "true"], loss),
+    "prompt_repeats": ([], ["--prompt_repeats", "{any digit: 50}"], loss),
     "seed": ([], ["--seed", "1"], loss),
     "train_micro_batch_size_per_gpu": ([], ["--train_micro_batch_size_per_gpu", "8"], loss),
     "gradient_accumulation_steps": ([], ["--gradient_accumulation_steps", "2"], loss),

@@ -148,6 +148,36 @@ def test_bf16_keeps_updates_below_half_an_ulp_in_float32_masters(stage, warm, tm
     assert torch.equal(trained.bfloat16()[ordinary], base.expand_as(trained)[ordinary])  # bf16 alone would have lost them
 
 
+FROZEN = """
+import pdd.engine
+freeze = pdd.engine.freeze
+def watched(model, ds_config, device):
+    teacher = freeze(model, ds_config, device)
+    assert not any(p.requires_grad for p in model.parameters())
+    print("partitioned", sum(hasattr(p, "ds_tensor") for p in model.parameters()), "of", len(list(model.parameters())))
+    return teacher
+pdd.engine.freeze = watched
+"""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_frozen_teacher_is_partitioned_under_zero_3_only(stage, warm, tmp_path):
+    flags = ["--ds_config", ds_config(tmp_path, stage), *SMALL, "--run", tmp_path / "run"]
+    code, output = warm("train", *flags, prelude=FROZEN)
+    assert code == 0, output
+    count = len(load_file(TEACHER / "transformer" / "diffusion_pytorch_model.safetensors")) - 1  # one is a buffer
+    assert f"partitioned {count if stage == 3 else 0} of {count}" in output, output
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_validating_with_the_average_changes_nothing_in_training(stage, warm, tmp_path):
+    config = ["--ema_decay", "0.5", "--ds_config", ds_config(tmp_path, stage)]
+    plain = warm.train(tmp_path / "plain", *config)
+    validated = warm.train(tmp_path / "validated", *config, "--validation_every", "1", "--validation_steps", "2")
+    assert lines(validated, "loss") == lines(plain, "loss")
+    assert equal(student_weights(validated), student_weights(plain))
+
+
 def test_monitor_writes_what_the_log_has(warm, tmp_path):
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}}
     run = warm.train(tmp_path / "run", "--ds_config", ds_config(tmp_path, 2, **monitor))
