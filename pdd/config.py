@@ -90,7 +90,7 @@ class Guidance:
 class Data:
     """data"""
 
-    data: str = knob("", "dataset folder (datasets.save_to_disk); <teacher>/conditioning or /latents if not given")
+    data: str = knob("", "dataset folder (datasets.save_to_disk); <teacher>/conditioning or /latents if not given", fixed=True)
     prompt_repeats: dict = knob({}, "prompt: how often it is drawn in each pass over the data; once if not named", fixed=True)
     seed: int = knob(0, "seed of every draw", fixed=True)
 

@@ -18,7 +18,7 @@ SMALL = [
     "--pdd_steps", "16", "--block_size_min", "4", "--block_size_max", "16", "--train_micro_batch_size_per_gpu", "4",
     "--max_train_steps", "6", "--warmup_steps", "0", "--lr_scheduler", "constant", "--learning_rate", "1e-3",
     "--head_learning_rate", "3e-3", "--ema_decay", "0", "--log_every", "1", "--validation_every", "0", "--shift", "1",
-    "--stagger", "stream",
+    "--stagger", "stream", "--prompt_repeats", "{}",
 ]  # fmt: skip
 
 

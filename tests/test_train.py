@@ -41,7 +41,8 @@ def ranks(tmp_path_factory):
 def test_two_ranks_train_as_one_with_the_same_global_batch(ranks):
     for key in ("loss", "loss_image", "grad_norm", "validation_endpoint_error_2", "rung", "block_start"):
         one, two = lines(ranks[1], key), lines(ranks[2], key)
-        assert len(one) in (2, 8) and two == pytest.approx(one, rel=2e-6), key
+        # float32 sums in another order, grown over 8 updates; a wrong scale or a lost sample shows as percents
+        assert len(one) in (2, 8) and two == pytest.approx(one, rel=2e-5), key
     assert len(set(lines(ranks[2], "loss"))) == 8
     assert_same_training(student_weights(ranks[1]), student_weights(ranks[2]))
 
