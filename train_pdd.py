@@ -55,7 +55,8 @@ def train(argv: list[str]) -> int:
     ds_config = read_ds_config(args.ds_config)
     fill_ds_config(ds_config, config, world=1, on_accelerator=False)
     try:
-        backbone = read_backbone(config.teacher_dir)
+        backbone = read_backbone(config.teacher_dir, config.size)
+        backbone.check_guidance(config.teacher_guidance_scale)
         grid = Grid(config.pdd_steps, shifts(config, backbone), config.grid_max_t)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -71,10 +72,12 @@ def train(argv: list[str]) -> int:
         ds_config = fill_ds_config(ds_config, config, processes.world, processes.on_accelerator)
         dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
 
-        teacher_model = freeze(Velocity(load_transformer(config.teacher_dir, dtype), backbone), ds_config, processes.device)
         transformer = widen(load_transformer(config.teacher_dir, dtype), backbone, config.pdd_steps)
+        if kept := transformer._keep_in_fp32_modules:
+            ds_config = {"keep_in_fp32_modules": list(kept), **ds_config}
         if config.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
+        teacher_model = freeze(Velocity(load_transformer(config.teacher_dir, dtype), backbone), ds_config, processes.device)
         engine = Engine(
             Velocity(transformer, backbone), head_parameters(transformer), ds_config, config.ema_decay, config.ema_start_step
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from pdd.backbones.base import Size
 from pdd.grid import GRID_MAX_T, carried_step_count, fewest_blocks, partition, widest_block
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +43,9 @@ class Model:
         None, "rational time shift of the grid, one number or modality: number; the teacher's scheduler's if not given",
         fixed=True,
     )  # fmt: skip
+    height: int | None = knob(None, "height of what is made; the checkpoint's default if not given", "pixels", fixed=True)
+    width: int | None = knob(None, "width of what is made; the checkpoint's default if not given", "pixels", fixed=True)
+    num_frames: int | None = knob(None, "length of a video; the checkpoint's default if not given", "frames", fixed=True)
     grid_max_t: float = knob(GRID_MAX_T, "base clock at the grid's start", "noise level, 0..1", fixed=True)
 
 
@@ -240,6 +244,10 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
         if self.rollout_mode == "simulate":
             return self.carried_nodes[:-1]
         return list(range(0, self.pdd_steps, self.block_size_min))
+
+    @property
+    def size(self) -> Size:
+        return Size(self.height, self.width, self.num_frames)
 
     @property
     def teacher_dir(self) -> Path:

@@ -58,11 +58,13 @@ class Rows:
         self._pass = torch.tensor(self.trained).repeat_interleave(torch.tensor(times))
         self._shuffle = Shuffle(len(self._pass), config.seed)
         self._tensors = self.dataset.with_format("torch")
-        self.latent_shapes = (
-            {m: tuple(self._tensors[0][c].shape) for m, c in latent_columns.items()}
-            if self.has_latents
-            else backbone.latent_shapes()
-        )
+        if config.rollout_mode == "data_latent":
+            self.latent_shapes = {m: tuple(self._tensors[0][c].shape) for m, c in latent_columns.items()}
+        else:
+            try:
+                self.latent_shapes = backbone.latent_shapes()
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
     def shuffled(self, serials: Tensor) -> Tensor:
         """Rows of the samples with these serial numbers ``[B]``: an endless shuffled pass over the trained rows."""

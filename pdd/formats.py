@@ -6,15 +6,19 @@ Our own format is two things side by side: ``transformer/``, the widened transfo
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pdd.backbones import Backbone, backbone_for, read_json
+from pdd.backbones import Backbone, Size, backbone_for, read_json
 from pdd.config import Config
 from pdd.grid import Grid, fewest_blocks, partition, widest_block
 from pdd.run import write_json
@@ -23,11 +27,57 @@ from pdd.student import widen
 CONTRACT = "pdd_config.json"
 
 
-def load_transformer(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """A base transformer of a folder as Diffusers saves a pipeline, on the CPU."""
-    config = read_json(folder / "transformer" / "config.json")
+def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transformer") -> nn.Module:
+    """A base transformer of a folder as Diffusers saves a pipeline, on the CPU.
+
+    Weights are mapped from disk, not copied, where they are stored in ``dtype``. Buffers (position and rotary tables)
+    and the modules that Diffusers keeps in float32 stay float32 whatever ``dtype`` is: rounding them moves every sample.
+
+    Raises:
+        ValueError: a file is missing, or its weights do not fit the configuration.
+    """
+    transformer = _empty(read_json(folder / component / "config.json"))
+    weights = read_weights(folder / component)
+    buffers = dict(transformer.named_buffers())
+    kept = tuple(transformer._keep_in_fp32_modules or ())
+    for name, weight in weights.items():
+        if weight.is_floating_point():
+            float32 = name in buffers or any(module in name.split(".") for module in kept)
+            weights[name] = weight.to(torch.float32 if float32 else dtype)
+    _load(transformer, weights, folder / component)
+    return transformer
+
+
+def _empty(config: dict[str, Any]) -> nn.Module:
+    """A transformer without weights, with its computed buffers."""
     cls = getattr(diffusers, config["_class_name"])
-    return cls.from_pretrained(folder, subfolder="transformer", torch_dtype=dtype)
+    with init_empty_weights(include_buffers=False):
+        return cls.from_config({k: v for k, v in config.items() if k != "pdd_steps"})
+
+
+def _load(transformer: nn.Module, weights: dict[str, Tensor], where: Path) -> None:
+    try:
+        transformer.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a component's safetensors, one file or shards with an index.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["diffusion_pytorch_model.safetensors"]
+    weights: dict[str, Tensor] = {}
+    for name in files:
+        path = folder / Path(name).name  # an index names files of its own folder only
+        try:
+            weights |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    return weights
 
 
 def contract(config: Config, grid: Grid, backbone: Backbone, step: int, ema: bool) -> dict[str, Any]:
@@ -51,7 +101,8 @@ def contract(config: Config, grid: Grid, backbone: Backbone, step: int, ema: boo
         "rollout_mode": config.rollout_mode,
         "trained_steps": step,
         "ema_decay": config.ema_decay if ema else 0.0,
-        "scheduler": backbone.scheduler,
+        "size": dataclasses.asdict(backbone.size),
+        "components": {name: config for name, config in backbone.configs.items() if name != "transformer"},
     }
 
 
@@ -67,19 +118,11 @@ def save_student(folder: Path, backbone: Backbone, weights: dict[str, Tensor], f
     Raises:
         RuntimeError: weights are missing, unexpected or of a wrong shape (a size-0 shard, for example).
     """
-    transformer = _shell(backbone, facts["pdd_steps"])
+    transformer = widen(_empty(backbone.config), backbone, facts["pdd_steps"])
     transformer.load_state_dict(weights, assign=True)
     transformer.register_to_config(pdd_steps=facts["pdd_steps"])
     transformer.save_pretrained(folder / "transformer")
     write_json(folder / CONTRACT, facts)
-
-
-def _shell(backbone: Backbone, pdd_steps: int) -> nn.Module:
-    """A widened transformer without weights."""
-    cls = getattr(diffusers, backbone.config["_class_name"])
-    with torch.device("meta"):
-        base = {k: v for k, v in backbone.config.items() if k != "pdd_steps"}
-        return widen(cls.from_config(base), backbone, pdd_steps)
 
 
 @dataclass
@@ -129,27 +172,19 @@ def load_student(folder: Path, dtype: torch.dtype | None = None, device: str = "
     Raises:
         ValueError: no student there, or its files do not fit together.
     """
-    from safetensors.torch import load_file
-
     facts = read_contract(folder)
     config = read_json(folder / "transformer" / "config.json")
     if config.get("pdd_steps") != facts["pdd_steps"]:
         raise ValueError(
             f"{folder}: transformer/config.json has pdd_steps {config.get('pdd_steps')}, {CONTRACT} has {facts['pdd_steps']}"
         )
-    backbone = backbone_for({k: v for k, v in config.items() if k != "pdd_steps"}, facts["scheduler"])
-    transformer = _shell(backbone, facts["pdd_steps"])
-    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
-    files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["diffusion_pytorch_model.safetensors"]
-    weights: dict[str, Tensor] = {}
-    for name in files:
-        path = folder / "transformer" / Path(name).name
-        if not path.exists():
-            raise ValueError(f"{path} is missing")
-        weights |= load_file(path)
-    try:
-        transformer.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"{folder / 'transformer'}: {' '.join(str(error).split())}") from None
+    base = {k: v for k, v in config.items() if k != "pdd_steps"}
+    backbone = backbone_for({**facts["components"], "transformer": base}, Size(**facts["size"]))
+    transformer = widen(_empty(config), backbone, facts["pdd_steps"])
+    weights = read_weights(folder / "transformer")
+    if dtype is not None:
+        buffers = dict(transformer.named_buffers())
+        weights = {n: w.to(dtype) if w.is_floating_point() and n not in buffers else w for n, w in weights.items()}
+    _load(transformer, weights, folder / "transformer")
     grid = Grid(facts["pdd_steps"], facts["shift"], facts["grid_max_t"])
-    return LoadedStudent(transformer.to(device, dtype).eval().requires_grad_(False), backbone, grid, facts)
+    return LoadedStudent(transformer.to(device).eval().requires_grad_(False), backbone, grid, facts)

@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import nn
 from torch.func import functional_call
 
-from pdd.backbones.base import Backbone, Head
+from pdd.backbones.base import Backbone, Head, Size
 from pdd.config import Config
 from pdd.data import Rows
 from pdd.grid import Grid, partition
@@ -57,7 +57,7 @@ class DuetFamily(Backbone):
         }
 
 
-FAMILY = DuetFamily({}, {})
+FAMILY = DuetFamily({"transformer": {}}, Size())
 
 
 def roles(grid: Grid, dtype=F64, guidance: float = 2.0):
@@ -276,7 +276,7 @@ class AffineFamily(Backbone):
     columns = ("text",)
 
     def __init__(self, grid: Grid, starts: list[int]):
-        super().__init__({}, {})
+        super().__init__({"transformer": {}}, Size())
         self.levels = grid.sigma["state"][starts].float()  # by which the transformer knows where it starts
 
     def latent_shapes(self):

@@ -9,7 +9,7 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import nn
 
 from pdd.backbones import read_backbone
-from pdd.backbones.base import Backbone, Head
+from pdd.backbones.base import Backbone, Head, Size
 from pdd.backbones.sd3 import SD3
 from pdd.config import Config
 from pdd.data import Rows
@@ -127,7 +127,7 @@ class PairFamily(Backbone):
 
 def pair():
     state = {"image": torch.randn(3, 4, 3, dtype=F64), "sound": torch.randn(3, 5, 2, dtype=F64)}
-    return Pair().double(), PairFamily({}, {}), state, {"text": torch.randn(3, 4, dtype=F64)}
+    return Pair().double(), PairFamily({"transformer": {}}, Size()), state, {"text": torch.randn(3, 4, dtype=F64)}
 
 
 def tiny_sd3():
@@ -139,7 +139,7 @@ def tiny_sd3():
     )  # fmt: skip
     cond = {"prompt_embeds": torch.randn(3, 1, 6, dtype=F64), "pooled_prompt_embeds": torch.randn(3, 5, dtype=F64)}
     state = {"image": torch.randn(3, 3, 4, 4, dtype=F64)}
-    return SD3Transformer2DModel(**config).double(), SD3(config, {}), state, cond
+    return SD3Transformer2DModel(**config).double(), SD3({"transformer": config}, Size()), state, cond
 
 
 def perturbed_student(make, pdd_steps: int):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pdd.backbones import read_backbone
-from pdd.backbones.base import Backbone, Head
+from pdd.backbones.base import Backbone, Head, Size
 from pdd.backbones.sd3 import SD3
 from pdd.config import Config, ConfigError
 from pdd.data import Rows
@@ -187,7 +187,7 @@ GRID = Grid(8, {"image": 3.0, "sound": 1.0})
 
 
 def backbone(batched: bool = True) -> Two:
-    made = Two({}, {})
+    made = Two({"transformer": {}}, Size())
     made.batched_guidance = batched
     return made
 
@@ -279,7 +279,7 @@ def test_rescale_gives_each_patch_the_conditional_norm():
     g = torch.Generator().manual_seed(3)
     halves = torch.randn(4, 3, 4, 6, generator=g, dtype=F64)  # two conditional samples, then their unconditional ones
     halves[0, :, :2, :2], halves[2, :, :2, :2] = 1e-7, 1e-7  # a token whose guided norm is below the floor
-    family = SD3({"patch_size": 2, "in_channels": 3, "out_channels": 3, "sample_size": 6}, {})
+    family = SD3({"transformer": {"patch_size": 2, "in_channels": 3, "out_channels": 3, "sample_size": 6}}, Size())
     cond = {c: torch.zeros(2, 1) for c in family.columns}
     uncond = Unconditional(dict.fromkeys(family.columns, "zeros"), {})
     model = lambda state, sigma, cond: {"image": halves[:, None]}  # noqa: E731

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdd.backbones.base import Backbone, Head, State
+from pdd.backbones.base import Backbone, Head, Size, State
 
 # transformer class -> module and class here; a new family is one file and one line
 REGISTRY = {
     "SD3Transformer2DModel": "sd3:SD3",
 }
+
+# whose configurations a family may read, beside the transformer's
+COMPONENTS = ("scheduler", "vae", "audio_vae", "vocoder", "transformer_2")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -31,32 +35,38 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def backbone_for(transformer_config: dict[str, Any], scheduler_config: dict[str, Any]) -> Backbone:
+def backbone_for(configs: Mapping[str, dict[str, Any]], size: Size | None = None) -> Backbone:
     """The family of a transformer, by the class name that its configuration records.
 
+    Args:
+        configs: component of the pipeline -> its configuration; ``transformer`` must be there.
+        size: what is to be made, where the checkpoint's default is not wanted.
+
     Raises:
-        ValueError: no family here serves that class.
+        ValueError: no family here serves that class, or the size does not fit it.
     """
-    name = transformer_config.get("_class_name")
+    name = configs["transformer"].get("_class_name")
     if name not in REGISTRY:
         raise ValueError(f"transformer class {name!r} is not supported; allowed are {', '.join(REGISTRY)}")
     module, cls = REGISTRY[name].split(":")
     family = getattr(importlib.import_module(f"pdd.backbones.{module}"), cls)
-    return family(transformer_config, scheduler_config)
+    return family(configs, size or Size())
 
 
-def read_backbone(teacher_dir: Path) -> Backbone:
-    """The family of a teacher folder as Diffusers saves a pipeline; reads two small files and no weights.
+def read_backbone(teacher_dir: Path, size: Size | None = None) -> Backbone:
+    """The family of a teacher folder as Diffusers saves a pipeline; reads its small JSON files and no weights.
 
     Raises:
         ValueError: no such folder, no ``transformer/config.json`` in it, or an unknown family.
     """
     if not teacher_dir.is_dir():
         raise ValueError(f"teacher {str(teacher_dir)!r} is not a folder")
-    scheduler = teacher_dir / "scheduler" / "scheduler_config.json"
-    return backbone_for(
-        read_json(teacher_dir / "transformer" / "config.json"), read_json(scheduler) if scheduler.exists() else {}
-    )
+    configs = {"transformer": read_json(teacher_dir / "transformer" / "config.json")}
+    for component in COMPONENTS:
+        for name in ("config.json", "scheduler_config.json"):
+            if (path := teacher_dir / component / name).exists():
+                configs[component] = read_json(path)
+    return backbone_for(configs, size)
 
 
-__all__ = ["REGISTRY", "Backbone", "Head", "State", "backbone_for", "read_backbone", "read_json"]
+__all__ = ["REGISTRY", "Backbone", "Head", "Size", "State", "backbone_for", "read_backbone", "read_json"]

@@ -27,6 +27,20 @@ class Head:
     patch: int = 1
 
 
+@dataclass(frozen=True)
+class Size:
+    """What is to be made: knobs of the same names; None is the checkpoint's own default.
+
+    Attributes:
+        height, width: pixels.
+        num_frames: frames of a video.
+    """
+
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+
+
 class Backbone:
     """Base of the families: layout, time direction, velocity sign and conditioning of one Diffusers transformer.
 
@@ -34,16 +48,20 @@ class Backbone:
     velocity ``eps - x0``, states as the pipeline's unpacked latents) and what its transformer takes and gives.
 
     Args:
-        config: the transformer's ``config.json``.
-        scheduler: the pipeline's ``scheduler_config.json``; empty when there is none.
+        configs: component of the pipeline -> its configuration: ``transformer``, and ``scheduler``, ``vae``, ... if there.
+        size: what is to be made.
+
+    Raises:
+        ValueError: a size that the family cannot make; one line that names the knob.
     """
 
     heads: dict[str, Head]  # modality -> head; its order is the order of modalities everywhere
     columns: tuple[str, ...]  # conditioning columns, each one an argument of the transformer
     batched_guidance = True  # may conditional and unconditional samples share one forward?
 
-    def __init__(self, config: Mapping[str, Any], scheduler: Mapping[str, Any]):
-        self.config, self.scheduler = dict(config), dict(scheduler)
+    def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
+        self.configs, self.size = {name: dict(config) for name, config in configs.items()}, size
+        self.config, self.scheduler = self.configs["transformer"], self.configs.get("scheduler", {})
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -57,6 +75,13 @@ class Backbone:
     def shifts(self) -> dict[str, float]:
         """Modality -> time shift of the checkpoint's own scheduler."""
         return dict.fromkeys(self.heads, float(self.scheduler.get("shift") or 1.0))
+
+    def check_guidance(self, scale: float) -> None:
+        """Refuse what a teacher of this family cannot do.
+
+        Raises:
+            ValueError: one line; a guidance-distilled model with a scale other than 1, for example.
+        """
 
     def latent_shapes(self) -> dict[str, tuple[int, ...]]:
         """Modality -> shape of one sample's latents when no data says it."""

@@ -18,8 +18,15 @@ class SD3(Backbone):
         return {"image": Head("proj_out", self.config["patch_size"] ** 2)}
 
     def latent_shapes(self) -> dict[str, tuple[int, ...]]:
-        size = self.config["sample_size"]
-        return {"image": (self.config["in_channels"], size, size)}
+        scale = 2 ** (len(self.configs["vae"]["block_out_channels"]) - 1) if "vae" in self.configs else 1
+        sides = []
+        for name in ("height", "width"):
+            pixels, unit = getattr(self.size, name), scale * self.config["patch_size"]
+            if pixels is not None and (pixels % unit or not 0 < pixels <= self.config["pos_embed_max_size"] * unit):
+                largest = self.config["pos_embed_max_size"] * unit
+                raise ValueError(f"{name} is {pixels}; allowed are multiples of {unit} up to {largest}")
+            sides.append(self.config["sample_size"] if pixels is None else pixels // scale)
+        return {"image": (self.config["in_channels"], *sides)}
 
     def forward(
         self,

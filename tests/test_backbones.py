@@ -1,0 +1,145 @@
+"""Every family of the registry against its stock pipeline, and through a real training run; a new one cannot skip this."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from conftest import REPO, lines, run_script, student_weights
+from datasets import Dataset
+
+from pdd.backbones import REGISTRY, read_backbone
+from pdd.formats import load_transformer
+from pdd.grid import Grid, partition
+from pdd.sampling import endpoint, initial
+from pdd.student import FusedStudent, Velocity, head_parameters, widen
+from pdd.teacher import Teacher, Unconditional
+
+MODULES = sorted({target.split(":")[0] for target in REGISTRY.values()})
+N = 12
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def family(request, tmp_path_factory):
+    """(its test module, a checkpoint folder, its backbone)."""
+    module = importlib.import_module(f"family_{request.param}")
+    folder = tmp_path_factory.mktemp(request.param) / "teacher"
+    module.build(folder)
+    return module, folder, read_backbone(folder)
+
+
+def setting(family, batch=2):
+    """(grid, initial state, conditioning); modalities get different shifts so that they cannot be mixed up."""
+    module, _, backbone = family
+    grid = Grid(N, {m: 3.0 + i for i, m in enumerate(backbone.modalities)})
+    g = torch.Generator().manual_seed(5)
+    shapes = backbone.latent_shapes()
+    noise = {m: torch.randn(getattr(module, "BATCH", batch), *shape, generator=g) for m, shape in shapes.items()}
+    return grid, initial(noise, grid), module.conditioning(getattr(module, "BATCH", batch), 1)
+
+
+def assert_close(ours, stock):
+    assert ours.keys() == stock.keys()
+    for m in ours:
+        assert ours[m].shape == stock[m].shape
+        assert (ours[m] - stock[m]).norm() <= 1e-4 * stock[m].norm(), m
+
+
+@pytest.mark.parametrize("steps", [3, N])
+def test_a_new_student_samples_as_the_stock_pipeline(family, steps):
+    """K blocks of a student at initialisation are K Euler steps: sign, time, layout and scale must all be right."""
+    module, folder, backbone = family
+    grid, state, cond = setting(family)
+    transformer = widen(load_transformer(folder, torch.float32), backbone, N).eval()
+    nodes = partition(N, steps)
+    ours = endpoint(FusedStudent(transformer, backbone, grid).block(cond), state, grid, nodes)
+    sigmas = {m: s[nodes[:-1]].tolist() for m, s in grid.sigma.items()}
+    stock = module.stock(folder, state, sigmas, cond)
+    assert_close(ours, stock)
+    moved = [(stock[m] - state[m]).norm() / state[m].norm() for m in stock]
+    assert min(moved) > 1e-2  # a transformer that predicts nothing would make any two samplers agree
+
+
+def test_the_guided_teacher_walks_as_the_stock_pipeline(family):
+    module, folder, backbone = family
+    if getattr(module, "NO_GUIDANCE", False):
+        with pytest.raises(ValueError, match="teacher_guidance_scale"):
+            backbone.check_guidance(3.0)
+        return
+    grid, state, cond = setting(family)
+    uncond = module.conditioning(1, 9)
+    rows = {"empty_prompt": uncond}
+    policy = Unconditional(dict.fromkeys(backbone.columns, "empty_prompt"), rows)
+    model = Velocity(load_transformer(folder, torch.float32), backbone).eval()
+    rescale = getattr(module, "RESCALED", False)  # pipelines that always rescale the guided velocity
+    teacher = Teacher(model, backbone, grid, 3.0, policy, rescale)
+    ours = endpoint(teacher.block(cond), state, grid, list(range(N + 1)))
+    sigmas = {m: s[:-1].tolist() for m, s in grid.sigma.items()}
+    expanded = {c: v.expand(len(cond[c]), *v.shape[1:]) for c, v in uncond.items()}
+    stock = module.stock(folder, state, sigmas, cond, expanded, 3.0)
+    assert_close(ours, stock)
+    plain = module.stock(folder, state, sigmas, cond)
+    assert min((stock[m] - plain[m]).norm() / plain[m].norm() for m in stock) > 1e-3  # guidance does something
+
+
+def test_directions_do_not_mix_with_channels_or_patches(family):
+    """Every head of a random bank, one by one, is what the base transformer gives with that head in place."""
+    _, folder, backbone = family
+    grid, state, cond = setting(family)
+    transformer = widen(load_transformer(folder, torch.float32), backbone, N).eval()
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in head_parameters(transformer):
+            p.copy_(torch.randn(p.shape, generator=g) * p.std() + p)
+    batch = len(next(iter(state.values())))
+    model, heads = Velocity(transformer, backbone), [2, 7, 11]
+    sigma = {m: s[0].float().expand(batch) for m, s in grid.sigma.items()}
+    plans = grid.plan([0] * batch, [[4, 9]] * batch, [heads] * batch)
+    out = model(state, sigma, cond, plans)
+    fused = FusedStudent(transformer, backbone, grid)
+    for i, k in enumerate(heads):
+        for m, head in backbone.heads.items():
+            transformer.set_submodule(head.module, fused.banks[m].fuse(grid.fused_plan(k, k + 1)[m]))
+        alone = model(state, sigma, cond)
+        for m in out:
+            torch.testing.assert_close(out[m][:, 2 + i], alone[m][:, 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rollout, more", [
+    ("simulate", ["--gradient_checkpointing", "true"]), ("data_latent", ["--train_micro_batch_size_per_gpu", "1"]),
+])  # fmt: skip
+def test_a_family_trains_on_two_ranks_in_bf16_under_zero_3(family, rollout, more, tmp_path):
+    """The loss on a repeated batch falls, and only what is trained moves."""
+    module, folder, backbone = family
+    cond = module.conditioning(1, 1)
+    rows = {"prompt": ["a thing"], **{c: v.tolist() for c, v in cond.items()}}
+    g = torch.Generator().manual_seed(2)
+    for m, shape in backbone.latent_shapes().items():
+        rows[backbone.latent_columns[m]] = [torch.randn(shape, generator=g).tolist()]
+    Dataset.from_dict(rows).save_to_disk(str(tmp_path / "data"))
+    ds_config = json.loads((REPO / "ds_configs" / "zero3.json").read_text())
+    ds_config["bf16"] = {"enabled": True}
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    done = run_script(
+        "train_pdd.py", "--ds_config", tmp_path / "ds.json", "--recipe", write(tmp_path / "recipe.yaml", f"teacher: {folder}"),
+        "--data", tmp_path / "data", "--run", tmp_path / "run", "--pdd_steps", "4", "--block_size_min", "4",
+        "--block_size_max", "4", "--rollout_mode", rollout, "--max_train_steps", "6", "--learning_rate", "2e-3",
+        "--log_every", "1", "--export_dtype", "fp32", *more, launcher=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = lines(tmp_path / "run", "loss")
+    assert all(v == v and v < 1e6 for v in losses)
+    assert sum(losses[-2:]) < sum(losses[:2])
+    base = load_transformer(folder, torch.float32)
+    widened = {h.module for h in backbone.heads.values()}
+    buffers = {name for name, _ in base.named_buffers()}
+    for name, weight in student_weights(tmp_path / "run").items():
+        assert torch.isfinite(weight).all() and weight.numel() > 0, name
+        if name in buffers:
+            assert torch.equal(weight, base.state_dict()[name]), name  # float32 tables survive bf16 training
+    assert any(name.startswith(tuple(widened)) for name in student_weights(tmp_path / "run"))
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
