@@ -27,7 +27,9 @@ def parser() -> Parser:
     flags.add_argument("--out", help="folder of the pictures; the run folder if not given")
     flags.add_argument("--device", help="torch device; the first accelerator, else the CPU")
     flags.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="weights' precision; as stored if not given")
-    flags.add_argument("--compare", action="store_true", help="measure and draw student, teacher and Euler side by side")
+    flags.add_argument(
+        "--compare", action="store_true", help="measure and draw student, teacher and Euler side by side"
+    )
     flags.add_argument("--force", action="store_true", help="sample blocks wider than trained, too")
     return flags
 
@@ -63,7 +65,9 @@ def sample(args) -> None:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
     config = Config(**read_yaml(run / "config.yaml"))
-    device = args.device or (str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu")
+    device = args.device or (
+        str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    )
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     try:
         loaded = load_student(run / "student", dtype, device)
@@ -81,7 +85,9 @@ def sample(args) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
     if args.compare:
-        picture, table = compare(student, config, rows, prompts, partitions, args.num or 500, args.seed, args.batch, device)
+        picture, table = compare(
+            student, config, rows, prompts, partitions, args.num or 500, args.seed, args.batch, device
+        )
         picture.save(out / "compare.png")
         runs.write_json(out / "compare.json", table)
         print(summary(table))

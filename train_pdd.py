@@ -77,9 +77,15 @@ def train(argv: list[str]) -> int:
             ds_config = {"keep_in_fp32_modules": list(kept), **ds_config}
         if config.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
-        teacher_model = freeze(Velocity(load_transformer(config.teacher_dir, dtype), backbone), ds_config, processes.device)
+        teacher_model = freeze(
+            Velocity(load_transformer(config.teacher_dir, dtype), backbone), ds_config, processes.device
+        )
         engine = Engine(
-            Velocity(transformer, backbone), head_parameters(transformer), ds_config, config.ema_decay, config.ema_start_step
+            Velocity(transformer, backbone),
+            head_parameters(transformer),
+            ds_config,
+            config.ema_decay,
+            config.ema_start_step,
         )
         student = Student(engine, grid)
         teacher = Teacher(
@@ -148,11 +154,15 @@ def train(argv: list[str]) -> int:
                 return 128 + interrupted if interrupted else 0
 
         bar.close()
-        stored = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.export_dtype]
+        stored = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
+            config.export_dtype
+        ]
         weights = engine.whole_weights(stored)
         if first:
             weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-            save_student(folder / "student", backbone, weights, contract(config, grid, backbone, step, engine.has_average))
+            save_student(
+                folder / "student", backbone, weights, contract(config, grid, backbone, step, engine.has_average)
+            )
             print(f"student written to {folder / 'student'}", flush=True)
     return 0
 
@@ -160,7 +170,13 @@ def train(argv: list[str]) -> int:
 def shifts(config: Config, backbone) -> dict[str, float]:
     """Modality -> shift: the knob where it says one, the checkpoint's scheduler elsewhere."""
     own = backbone.shifts()
-    given = config.shift if isinstance(config.shift, dict) else {} if config.shift is None else dict.fromkeys(own, config.shift)
+    given = (
+        config.shift
+        if isinstance(config.shift, dict)
+        else {}
+        if config.shift is None
+        else dict.fromkeys(own, config.shift)
+    )
     for name, table in (("shift", given), ("loss_weights", config.loss_weights)):
         for modality in table:
             if modality not in own:

@@ -62,7 +62,9 @@ class TrajectoryCarry:
         samples = range(stream * self.batch, (stream + 1) * self.batch)
         return torch.tensor([stagger_offset(i, total, self.num_rungs) for i in samples])
 
-    def slot(self, index: int, fresh: Callable[[Tensor], State], advance: Callable[[State, Tensor, int], State]) -> Slot:
+    def slot(
+        self, index: int, fresh: Callable[[Tensor], State], advance: Callable[[State, Tensor, int], State]
+    ) -> Slot:
         """The slot of an accumulation round; filled, staggered, at its first use.
 
         Args:
@@ -135,6 +137,8 @@ def stagger_offset(stream: int, streams: int, num_rungs: int) -> int:
 
 def uncovered_rungs(carry: TrajectoryCarry, steps: int) -> list[int]:
     """Rungs that no stream visits within so many updates (the seed's coverage check wants none)."""
-    starts = {int(o) for slot in range(carry.num_slots) for rank in range(carry.world) for o in carry.offsets(slot, rank)}
+    starts = {
+        int(o) for slot in range(carry.num_slots) for rank in range(carry.world) for o in carry.offsets(slot, rank)
+    }
     visited = {(start + step) % carry.num_rungs for start in starts for step in range(min(steps, carry.num_rungs))}
     return sorted(set(range(carry.num_rungs)) - visited)

@@ -47,7 +47,9 @@ def compare(
         the vague prompts: endpoint error over all their samples, Frechet distance and diversity averaged over them.
     """
     backbone, grid = student.backbone, student.grid
-    model = Velocity(load_transformer(config.teacher_dir, torch.float32), backbone).to(device).eval().requires_grad_(False)
+    model = (
+        Velocity(load_transformer(config.teacher_dir, torch.float32), backbone).to(device).eval().requires_grad_(False)
+    )
     uncond = unconditional_condition(config, backbone, rows)
 
     def teacher(g: Grid) -> Teacher:

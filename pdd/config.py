@@ -43,9 +43,13 @@ class Model:
         None, "rational time shift of the grid, one number or modality: number; the teacher's scheduler's if not given",
         fixed=True,
     )  # fmt: skip
-    height: int | None = knob(None, "height of what is made; the checkpoint's default if not given", "pixels", fixed=True)
+    height: int | None = knob(
+        None, "height of what is made; the checkpoint's default if not given", "pixels", fixed=True
+    )
     width: int | None = knob(None, "width of what is made; the checkpoint's default if not given", "pixels", fixed=True)
-    num_frames: int | None = knob(None, "length of a video; the checkpoint's default if not given", "frames", fixed=True)
+    num_frames: int | None = knob(
+        None, "length of a video; the checkpoint's default if not given", "frames", fixed=True
+    )
     grid_max_t: float = knob(GRID_MAX_T, "base clock at the grid's start", "noise level, 0..1", fixed=True)
 
 
@@ -94,8 +98,12 @@ class Guidance:
 class Data:
     """data"""
 
-    data: str = knob("", "dataset folder (datasets.save_to_disk); <teacher>/conditioning or /latents if not given", fixed=True)
-    prompt_repeats: dict = knob({}, "prompt: how often it is drawn in each pass over the data; once if not named", fixed=True)
+    data: str = knob(
+        "", "dataset folder (datasets.save_to_disk); <teacher>/conditioning or /latents if not given", fixed=True
+    )
+    prompt_repeats: dict = knob(
+        {}, "prompt: how often it is drawn in each pass over the data; once if not named", fixed=True
+    )
     seed: int = knob(0, "seed of every draw", fixed=True)
 
 
@@ -327,7 +335,9 @@ def _list(name: str, value: Any) -> list:
 def _mapping(name: str, value: Any) -> dict:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is {value!r}; allowed is a mapping such as {{name: value}}")
-    return {k: (_number(float, f"{name}[{k}]", v) if name in ("shift", "loss_weights") else v) for k, v in value.items()}
+    return {
+        k: (_number(float, f"{name}[{k}]", v) if name in ("shift", "loss_weights") else v) for k, v in value.items()
+    }
 
 
 def _text(name: str, value: Any) -> str:
@@ -428,7 +438,9 @@ def _flag_value(given: str | list[str] | None, spec: dataclasses.Field) -> Any:
 def training_parser(description: str) -> Parser:
     """The flags of ``train_pdd.py``: one a knob, grouped, and where the knobs come from."""
     parser = Parser(description=description)
-    parser.add_argument("--ds_config", help="DeepSpeed configuration, such as ds_configs/zero3.json (engine matters only)")
+    parser.add_argument(
+        "--ds_config", help="DeepSpeed configuration, such as ds_configs/zero3.json (engine matters only)"
+    )
     parser.add_argument("--recipe", help="YAML of knobs; recipes/digits.yaml if not given")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher passes it
     for section in SECTIONS:

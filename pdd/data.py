@@ -50,7 +50,9 @@ class Rows:
         aside = {"", config.negative_prompt}
         self.trained = [i for i, prompt in enumerate(self.prompts) if prompt not in aside]
         if not self.trained:
-            raise ConfigError(f"data {str(self.path)!r} has no prompt to train on; needed is at least one that is not empty")
+            raise ConfigError(
+                f"data {str(self.path)!r} has no prompt to train on; needed is at least one that is not empty"
+            )
         for prompt in config.prompt_repeats:
             if prompt not in self.prompts:
                 raise unknown(f"prompt_repeats: prompt of data {str(self.path)!r}", prompt, self.prompts)
@@ -121,5 +123,7 @@ def open_dataset(path: Path) -> Dataset:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"data {str(path)!r} cannot be read as a dataset: {reason}") from None
     if isinstance(dataset, DatasetDict):
-        raise ConfigError(f"data {str(path)!r} has splits {list(dataset)}; allowed is one dataset, such as one of those folders")
+        raise ConfigError(
+            f"data {str(path)!r} has splits {list(dataset)}; allowed is one dataset, such as one of those folders"
+        )
     return dataset

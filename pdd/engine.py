@@ -81,7 +81,7 @@ def fill_ds_config(ds_config: dict[str, Any], config: Config, world: int, on_acc
             node = node.setdefault(part, {})
         if node.get(last, "auto") not in ("auto", value):
             raise ConfigError(
-                f"ds_config {key} is {node[last]!r} but the recipe's {OWNED[key]} is {value!r}; allowed is \"auto\" in ds_config"
+                f'ds_config {key} is {node[last]!r} but the recipe\'s {OWNED[key]} is {value!r}; allowed is "auto" in ds_config'
             )
         node[last] = value
     filled["optimizer"].setdefault("type", "AdamW")
@@ -196,7 +196,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, heads: list[nn.Parameter], ds_config: dict[str, Any], ema_decay: float, ema_start_step: int
+        self,
+        model: nn.Module,
+        heads: list[nn.Parameter],
+        ds_config: dict[str, Any],
+        ema_decay: float,
+        ema_start_step: int,
     ):
         import deepspeed
 

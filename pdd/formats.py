@@ -69,7 +69,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         ValueError: a file is missing or damaged.
     """
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
-    files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["diffusion_pytorch_model.safetensors"]
+    files = (
+        sorted(set(read_json(index)["weight_map"].values()))
+        if index.exists()
+        else ["diffusion_pytorch_model.safetensors"]
+    )
     weights: dict[str, Tensor] = {}
     for name in files:
         path = folder / Path(name).name  # an index names files of its own folder only

@@ -115,7 +115,7 @@ class Grid:
         starts: Sequence[int],
         ends: Sequence[Sequence[int]],
         supervised: Sequence[Sequence[int]] | None = None,
-    ) -> dict[str, "Plan"]:
+    ) -> dict[str, Plan]:
         """Plan one forward: displacements from each sample's start to each of its ends, and supervised heads.
 
         Args:
@@ -136,7 +136,7 @@ class Grid:
         k = None if supervised is None else torch.tensor(supervised).reshape(len(starts), -1)
         return {name: Plan(lo, h[heads][:, None] * inside, k) for name, h in self.h.items()}
 
-    def fused_plan(self, start: int, end: int) -> dict[str, "Plan"]:
+    def fused_plan(self, start: int, end: int) -> dict[str, Plan]:
         """Plan of one sampling block: the mean velocity over ``[start, end)``, the same for every sample."""
         lo = torch.tensor([start])
         return {m: Plan(lo, self.fusion_weights(m, start, end)[None, None], None) for m in self.modalities}

@@ -1,10 +1,10 @@
 """A run folder: what is in it, which one a command means, and how its files are written.
 
-    config.yaml ds_config.json environment.json    what was run, on what
-    log.jsonl                                      a line each log_every updates
-    samples/                                       validation pictures and previews
-    checkpoints/step-000100/  latest               DeepSpeed's own files and this rank's trajectories; the newest one's name
-    student/                                       the result; a run that has it is complete
+config.yaml ds_config.json environment.json    what was run, on what
+log.jsonl                                      a line each log_every updates
+samples/                                       validation pictures and previews
+checkpoints/step-000100/  latest               DeepSpeed's own files and this rank's trajectories; the newest one's name
+student/                                       the result; a run that has it is complete
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def resolve_training(recipe: str | None, flags: dict[str, Any]) -> tuple[Config,
         if not config.resume:
             folder = Path(config.run) if config.run else None
             if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise ConfigError(f"run folder {config.run!r} is not empty; allowed is a new one, or --resume to continue it")
+                raise ConfigError(
+                    f"run folder {config.run!r} is not empty; allowed is a new one, or --resume to continue it"
+                )
             return config, folder
     folder = Path(flags["run"]) if flags.get("run") else newest(complete=False)
     if folder is None:

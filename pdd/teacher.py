@@ -168,7 +168,9 @@ def unconditional_condition(config: Config, backbone: Backbone, rows: Rows) -> U
     """
     if config.teacher_guidance_scale == 1:
         return None
-    given = config.cfg_uncond if isinstance(config.cfg_uncond, dict) else dict.fromkeys(backbone.columns, config.cfg_uncond)
+    given = (
+        config.cfg_uncond if isinstance(config.cfg_uncond, dict) else dict.fromkeys(backbone.columns, config.cfg_uncond)
+    )
     for column in given:
         if column not in backbone.columns:
             raise ConfigError(f"cfg_uncond names column {column!r}; allowed are {', '.join(backbone.columns)}")

@@ -30,7 +30,9 @@ def run_script(*words: str, launcher: int = 0, timeout: int = 300, **options) ->
     else:
         start = [sys.executable]
     command = [*start, *map(str, words)]
-    return subprocess.run(command, cwd=REPO, env=ENVIRONMENT, text=True, capture_output=True, timeout=timeout, **options)
+    return subprocess.run(
+        command, cwd=REPO, env=ENVIRONMENT, text=True, capture_output=True, timeout=timeout, **options
+    )
 
 
 def free_port() -> int:
@@ -93,7 +95,12 @@ class Warm:
 
     def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER], cwd=REPO, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", SERVER],
+            cwd=REPO,
+            env=ENVIRONMENT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         while (line := self.process.stdout.readline()) != "ready\n":
             assert line, "the warm process died"
@@ -107,7 +114,9 @@ class Warm:
 
     def train(self, run: Path, *words, prelude: str = "", code: int = 0) -> Path:
         """A small training run that ends with ``code``."""
-        ended, output = self("train", "--ds_config", "ds_configs/zero3.json", *SMALL, "--run", run, *words, prelude=prelude)
+        ended, output = self(
+            "train", "--ds_config", "ds_configs/zero3.json", *SMALL, "--run", run, *words, prelude=prelude
+        )
         assert ended == code, output
         return run
 

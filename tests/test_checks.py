@@ -31,17 +31,29 @@ FLAGS = {
     "--block_size_min 32": ["block_size_min is 32", "block_size_max 16"],
     "--block_size_max 17": ["block_size_max is 17", "pdd_steps 16"],
     "--block_size_min 5": ["pdd_steps 16", "block_size_min 5", "multiple"],
-    "--block_size_max 4 --student_grid_indices '{4: [0,3,8,12,16]}'": ["student_grid_indices", "5 intervals", "block_size_max 4"],
+    "--block_size_max 4 --student_grid_indices '{4: [0,3,8,12,16]}'": [
+        "student_grid_indices",
+        "5 intervals",
+        "block_size_max 4",
+    ],
     "--student_grid_indices '{4: [0,4,4,12,16]}'": ["student_grid_indices[4]", "strictly increasing"],
     "--student_grid_indices '{4: [0,4,8,12]}'": ["student_grid_indices[4]", "5 strictly increasing nodes from 0"],
     "--student_grid_indices [0,16]": ["student_grid_indices is [0, 16]", "mapping"],
     "--student_grid_indices '{four: [0,16]}'": ["student_grid_indices is 'four'", "an integer"],
     "--num_targets 5": ["num_targets is 5", "at most 4"],
-    "--validation_every 1 --validation_steps 1 --block_size_max 8": ["validation_steps", "16 intervals", "2 blocks or more"],
+    "--validation_every 1 --validation_steps 1 --block_size_max 8": [
+        "validation_steps",
+        "16 intervals",
+        "2 blocks or more",
+    ],
     "--validation_every 1 --validation_steps 17": ["1 to 16 blocks", "17"],
     "--validation_every 1 --validation_steps": ["validation_steps is []", "at least one"],
     "--validation_every 1 --validation_steps two": ["validation_steps is 'two'", "integers"],
-    "--validation_every 1 --validation_prompts eleven": ["validation_prompts", "'eleven'", "assets/digits/conditioning"],
+    "--validation_every 1 --validation_prompts eleven": [
+        "validation_prompts",
+        "'eleven'",
+        "assets/digits/conditioning",
+    ],
     "--shift 0": ["shift is 0", "more than 0"],
     "--shift '{image: -1}'": ["shift", "more than 0"],
     "--shift '{sound: 2}'": ["shift", "'sound'", "image"],
@@ -60,7 +72,11 @@ FLAGS = {
     "--teacher_guidance_scale 3 --cfg_uncond keep": ["cfg_uncond is 'keep'", "for at least one column"],
     "--cfg_uncond nothing": ["cfg_uncond is 'nothing'", "negative_prompt, empty_prompt, zeros, keep"],
     "--teacher_guidance_scale 3 --cfg_uncond '{text: zeros}'": ["cfg_uncond", "'text'", "prompt_embeds"],
-    "--teacher_guidance_scale 3 --cfg_uncond negative_prompt --negative_prompt ugly": ["cfg_uncond", "'ugly'", "no row"],
+    "--teacher_guidance_scale 3 --cfg_uncond negative_prompt --negative_prompt ugly": [
+        "cfg_uncond",
+        "'ugly'",
+        "no row",
+    ],
     "--max_train_steps 3": ["max_train_steps is 3", "rungs [3]", "at least 4"],
     "--teacher nowhere": ["teacher 'nowhere'", "not a folder"],
     "--teacher pdd": ["pdd/transformer/config.json", "cannot be read"],
@@ -75,7 +91,9 @@ FLAGS = {
 
 def refused(warm, tmp_path, *flags, script="train", small=True):
     run = tmp_path / "refused"
-    base = ["--ds_config", "ds_configs/zero3.json", *(SMALL if small else []), "--run", run] if script == "train" else []
+    base = (
+        ["--ds_config", "ds_configs/zero3.json", *(SMALL if small else []), "--run", run] if script == "train" else []
+    )
     code, output = warm(script, *base, *flags)
     errors = [line for line in output.splitlines() if "error:" in line]
     assert code == 2, output
@@ -118,7 +136,10 @@ DS_CONFIGS = {
     '{"optimizer": {"params": {"lr": 1}}}': ["optimizer.params.lr is 1", "learning_rate", "auto"],
     '{"zero_optimization": {"stage": 4}}': ["zero_optimization.stage is 4", "0, 1, 2, 3"],
     '{"fp16": {"enabled": true}}': ["fp16.enabled", "bf16"],
-    '{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}': ["zero_optimization.reduce_bucket_size", "auto"],
+    '{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}': [
+        "zero_optimization.reduce_bucket_size",
+        "auto",
+    ],
 }
 
 
@@ -160,7 +181,8 @@ def test_a_run_folder_in_use(warm, baseline, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "knob, value", [("pdd_steps", "32"), ("seed", "1"), ("shift", "2"), ("block_size_min", "8"), ("rollout_mode", "data_latent")]
+    "knob, value",
+    [("pdd_steps", "32"), ("seed", "1"), ("shift", "2"), ("block_size_min", "8"), ("rollout_mode", "data_latent")],
 )
 def test_fixed_knobs_may_not_change_on_resume(knob, value, warm, tmp_path_factory):
     run = tmp_path_factory.getbasetemp() / "interrupted"
@@ -173,7 +195,12 @@ def test_fixed_knobs_may_not_change_on_resume(knob, value, warm, tmp_path_factor
 def test_sampling_refuses_blocks_wider_than_trained_and_force_does_not(warm, tmp_path):
     run = warm.train(tmp_path / "run", "--block_size_max", "8")
     code, output = warm("sample", "--run", run, "--steps", "1", "--num", "2")
-    assert code == 2 and "16 intervals" in output and "block_size_max was 8" in output and "smallest allowed is 2" in output
+    assert (
+        code == 2
+        and "16 intervals" in output
+        and "block_size_max was 8" in output
+        and "smallest allowed is 2" in output
+    )
     code, output = warm("sample", "--run", run, "--steps", "1", "--num", "2", "--force")
     assert code == 0 and "wider than trained" in output and (run / "sample-nfe1-seed0.png").exists(), output
 
@@ -232,4 +259,7 @@ def test_the_repository_s_recipes_and_engine_configurations_are_valid():
         config = Config(**{"teacher": "assets/digits", **read_yaml(recipe)})
         for path in (REPO / "ds_configs").glob("*.json"):
             filled = fill_ds_config(read_ds_config(str(path)), config, 2, False)
-            assert filled["train_batch_size"] == config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps * 2
+            assert (
+                filled["train_batch_size"]
+                == config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps * 2
+            )

@@ -408,9 +408,7 @@ def same(a, b) -> bool:
 def test_data_latent_noises_real_latents_at_block_starts(data):
     """``x_n = (1 - sigma_n) x0 + sigma_n eps`` with the latents of the row whose prompt the model is given."""
     # 8 is no multiple of 3
-    objective = regime(
-        data, rollout_mode="data_latent", block_size_min=3, num_targets=2, gradient_accumulation_steps=2
-    )
+    objective = regime(data, rollout_mode="data_latent", block_size_min=3, num_targets=2, gradient_accumulation_steps=2)
     starts, seen, epoch, noise = [], [], [], {"image": [], "sound": []}
     for call in range(60):
         losses, facts = objective(*divmod(call, 2))
@@ -468,7 +466,7 @@ def test_states_and_heads_follow_from_seed_and_step_alone(data, mode):
 def test_simulate_is_one_student_forward_that_moves_one_rung(data, stagger):
     objective = regime(data, stagger=stagger, train_micro_batch_size_per_gpu=6, num_targets=2)
     model, nodes = objective.student.model, torch.tensor([0, 2, 4, 6, 8])
-    expected = None
+    expected, prompts = None, []
     for step in range(12):
         before = len(model.calls)
         losses, facts = objective(step, 0)
@@ -480,9 +478,7 @@ def test_simulate_is_one_student_forward_that_moves_one_rung(data, stagger):
             noise = model.calls[0][0]
             for row in range(6):
                 alone, cond = {m: x[row : row + 1] for m, x in noise.items()}, {"text": text[row : row + 1]}
-                walked = endpoint(
-                    objective.student.block(cond), alone, objective.grid, nodes[: rung[row] + 1].tolist()
-                )
+                walked = endpoint(objective.student.block(cond), alone, objective.grid, nodes[: rung[row] + 1].tolist())
                 for m, x in walked.items():
                     torch.testing.assert_close(state[m][row], x[0], rtol=1e-12, atol=1e-12)
         assert torch.equal(n, nodes[rung])

@@ -12,6 +12,7 @@ import torch
 from conftest import ENVIRONMENT, REPO, SMALL, TEACHER, TRAIN, equal, free_port, lines, run_script, student_weights
 from safetensors.torch import load_file
 
+
 def assert_same_training(one, two):
     """Weights that moved alike: AdamW turns rounding into noise where a gradient is about zero, so compare whole movements."""
     base = load_file(TEACHER / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -74,7 +75,9 @@ def test_a_run_folder_holds_what_the_readme_says(ranks):
     assert not torch.equal(carried[0]["0.state.image"], carried[1]["0.state.image"])
     contract = json.loads((run / "student" / "pdd_config.json").read_text())
     assert contract["pdd_steps"] == 16 and contract["fewest_steps"] == 1 and contract["shift"] == {"image": 1.0}
-    assert {"teacher.png", "step-000008-nfe2.png", "step-000008-x0.png"} <= {p.name for p in (run / "samples").iterdir()}
+    assert {"teacher.png", "step-000008-nfe2.png", "step-000008-x0.png"} <= {
+        p.name for p in (run / "samples").iterdir()
+    }
 
 
 def test_losses_are_logged_by_distance_and_cover_the_window(ranks):
@@ -99,7 +102,9 @@ def test_an_interrupted_run_saves_and_resumes_as_if_nothing_had_happened(kind, r
     output = process.communicate(timeout=120)[0].decode()
     assert process.returncode != 0
     assert "stopped and saved at step" in output, output
-    stopped = json.loads((run / "checkpoints" / (run / "latest").read_text().strip() / "state.json").read_text())["step"]
+    stopped = json.loads((run / "checkpoints" / (run / "latest").read_text().strip() / "state.json").read_text())[
+        "step"
+    ]
     assert 0 < stopped < 8 and not (run / "student").exists()
 
     done = run_script(*TRAIN, "--resume", "--run", run, launcher=2)
@@ -146,7 +151,9 @@ def test_bf16_keeps_updates_below_half_an_ulp_in_float32_masters(stage, warm, tm
     ordinary = base.float().abs().expand_as(trained) > 0.01
     assert (update[ordinary] > 0).float().mean() > 0.5
     assert (update < ulp / 2)[ordinary].all()
-    assert torch.equal(trained.bfloat16()[ordinary], base.expand_as(trained)[ordinary])  # bf16 alone would have lost them
+    assert torch.equal(
+        trained.bfloat16()[ordinary], base.expand_as(trained)[ordinary]
+    )  # bf16 alone would have lost them
 
 
 FROZEN = """
@@ -205,7 +212,9 @@ def test_samples_depend_on_seed_and_prompt_not_on_batch(warm, baseline, tmp_path
 
     def picture(*flags, seed=0):
         out = tmp_path / "-".join(map(str, flags)).replace("/", "_")
-        code, output = warm("sample", "--run", baseline, "--steps", "2", "--num", "3", "--out", out, "--seed", seed, *flags)
+        code, output = warm(
+            "sample", "--run", baseline, "--steps", "2", "--num", "3", "--out", out, "--seed", seed, *flags
+        )
         assert code == 0, output
         return (out / f"sample-nfe2-seed{seed}.png").read_bytes()
 
