@@ -51,9 +51,10 @@ def sample(args) -> None:
     from pdd.compare import compare
     from pdd.data import Rows
     from pdd.draws import noise
-    from pdd.formats import load_student
+    from pdd.formats import read_student
     from pdd.pictures import grid as picture_grid
-    from pdd.sampling import endpoint, initial
+    from pdd.pipeline import load_student
+    from pdd.sampling import initial
     from pdd.student import FusedStudent
 
     run = Path(args.run) if args.run else runs.newest(complete=True)
@@ -65,50 +66,58 @@ def sample(args) -> None:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
     config = Config(**read_yaml(run / "config.yaml"))
-    device = args.device or (
-        str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-    )
+    device = args.device or (str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu")
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     try:
-        loaded = load_student(run / "student", dtype, device)
-        partitions = {steps: loaded.nodes(steps, args.force) for steps in dict.fromkeys(args.steps)}
+        student = read_student(run / "student", dtype, device)
+        partitions = {steps: student.nodes(steps, args.force) for steps in dict.fromkeys(args.steps)}
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for steps in partitions:
-        if steps < loaded.facts["fewest_steps"]:
+        if steps < student.facts["fewest_steps"]:
             print(f"warning: --force: {steps} forwards use blocks wider than trained", file=sys.stderr)
-    rows = Rows(config, loaded.backbone)
+    rows = Rows(config, student.backbone)
     prompts = wanted_prompts(args, rows)
     print(f"run {run}", flush=True)
-    student = FusedStudent(loaded.transformer, loaded.backbone, loaded.grid)
     out = Path(args.out) if args.out else run
     out.mkdir(parents=True, exist_ok=True)
 
     if args.compare:
-        picture, table = compare(
-            student, config, rows, prompts, partitions, args.num or 500, args.seed, args.batch, device
-        )
+        fused = FusedStudent(student.transformer, student.backbone, student.grid)
+        picture, table = compare(fused, config, rows, prompts, partitions, args.num or 500, args.seed, args.batch, device)
         picture.save(out / "compare.png")
         runs.write_json(out / "compare.json", table)
         print(summary(table))
         print(f"picture {out / 'compare.png'}\ntable   {out / 'compare.json'}")
         return
 
+    try:
+        pipe = load_student(student, text_encoders=False, force=args.force, device=device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    pipe.set_progress_bar_config(disable=True)
+    backbone, decodes = student.backbone, getattr(pipe, "vae", None) is not None
     prompts = prompts or [rows.prompts[i] for i in rows.trained[:4]]
     num = args.num or 8
     jobs = [(prompt, i) for prompt in prompts for i in range(num)]
-    for steps, nodes in partitions.items():
+    for steps in partitions:
         images = []
         for begin in tqdm(range(0, len(jobs), args.batch), unit="batch", desc=f"{steps} forwards", leave=False):
             chunk = jobs[begin : begin + args.batch]
             # a sample's noise depends on the seed and its number alone: the same at any step count and batch size
             eps = {
-                m: torch.stack([noise(shape, args.seed, "sample", m, i) for _, i in chunk]).to(device)
+                m: torch.stack([noise(shape, args.seed, "sample", m, i) for _, i in chunk]).to(device, pipe.dtype)
                 for m, shape in rows.latent_shapes.items()
             }
             cond = rows.cond(torch.tensor([rows.find(prompt) for prompt, _ in chunk]), device)
-            x = endpoint(student.block(cond), initial(eps, loaded.grid), loaded.grid, nodes)
-            images.append(loaded.backbone.to_images(x))
+            made = pipe(
+                **{column: value.to(pipe.dtype) if value.is_floating_point() else value for column, value in cond.items()},
+                **backbone.to_pipeline(initial(eps, student.grid)),
+                **backbone.pipeline_arguments(),
+                num_inference_steps=steps,
+                output_type="pt" if decodes else "latent",
+            )[0]
+            images.append(made * 2 - 1 if decodes else backbone.to_images(backbone.from_pipeline(made)))
         path = out / f"sample-nfe{steps}-seed{args.seed}.png"
         picture_grid(torch.cat(images), num).save(path)
         print(f"{steps} forwards: {path}")

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
 from datasets import Dataset, DatasetDict, load_from_disk
 from torch import Tensor
 
-from pdd.backbones import Backbone
+from pdd.backbones import Backbone, read_json
 from pdd.backbones.base import State
 from pdd.config import Config, ConfigError, unknown
 from pdd.draws import Shuffle
+
+
+ENCODING = "pdd_encoding.json"  # beside a dataset: what encoded it
+
+
+def encoder_fingerprint(teacher_dir: Path) -> dict[str, str]:
+    """Text encoder -> hash of its configuration; empty when the folder has none."""
+    configs = sorted(teacher_dir.glob("text_encoder*/config.json"))
+    return {path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in configs}
+
+
+def check_encoding(path: Path, teacher_dir: Path) -> None:
+    """Refuse a dataset that other text encoders made; without a record of them, or without them, nothing is known.
+
+    Raises:
+        ConfigError: the encoders differ.
+    """
+    if not (path / ENCODING).exists():
+        return
+    made, here = read_json(path / ENCODING).get("text_encoders"), encoder_fingerprint(teacher_dir)
+    if here and made != here:
+        raise ConfigError(
+            f"data {str(path)!r} was encoded by other text encoders than those of teacher {str(teacher_dir)!r}; "
+            "encode it again with encode_prompts.py"
+        )
 
 
 class Rows:
@@ -32,6 +58,7 @@ class Rows:
     def __init__(self, config: Config, backbone: Backbone):
         self.path, self.backbone = config.data_dir, backbone
         self.dataset = open_dataset(self.path)
+        check_encoding(self.path, config.teacher_dir)
         needed = ["prompt", *backbone.columns]
         missing = [c for c in needed if c not in self.dataset.column_names]
         if missing:

@@ -48,6 +48,13 @@ def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transfo
     return transformer
 
 
+def text_pipeline(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    """The pipeline of a folder with its tokenizers and text encoders only."""
+    index = read_json(folder / "model_index.json")
+    parts = {n: None for n, v in index.items() if isinstance(v, list) and (v[0] is None or not n.startswith(("text", "tok")))}
+    return getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype, **parts).to(device)
+
+
 def _empty(config: dict[str, Any]) -> nn.Module:
     """A transformer without weights, with its computed buffers."""
     cls = getattr(diffusers, config["_class_name"])
@@ -167,7 +174,7 @@ def read_contract(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def load_student(folder: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> LoadedStudent:
+def read_student(folder: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> LoadedStudent:
     """Read a student folder.
 
     Args:

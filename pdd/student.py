@@ -105,13 +105,17 @@ class FusedStudent:
             self._linears[key] = self.banks[modality].fuse(self.grid.fused_plan(start, end)[modality])
         return self._linears[key]
 
+    def place(self, start: int, end: int) -> None:
+        """Swap a block's linears in; the transformer then is a plain one that predicts the block's mean velocity."""
+        for m, head in self.backbone.heads.items():
+            self.model.transformer.set_submodule(head.module, self.linear(m, start, end))
+
     def block(self, cond: dict[str, Tensor]) -> Callable[[State, int, int], State]:
         """``predict(state, start, end)`` for :func:`pdd.sampling.walk`."""
 
         @torch.no_grad()
         def predict(state: State, start: int, end: int) -> State:
-            for m, head in self.backbone.heads.items():
-                self.model.transformer.set_submodule(head.module, self.linear(m, start, end))
+            self.place(start, end)
             x = next(iter(state.values()))
             sigma = {m: s[start].to(x.device, torch.float32).expand(len(x)) for m, s in self.grid.sigma.items()}
             return {m: v[:, 0] for m, v in self.model(state, sigma, cond).items()}

@@ -64,7 +64,7 @@ import io, json, os, sys, tempfile, traceback
 sys.path.insert(0, os.getcwd())
 import deepspeed, diffusers, datasets, torch
 import pdd.compare, pdd.engine, pdd.formats, pdd.objective, pdd.validation
-import sample_pdd, train_pdd
+import encode_prompts, sample_pdd, train_pdd
 from diffusers import SD3Transformer2DModel
 torch.set_num_threads(1)
 print("ready", flush=True)
@@ -77,7 +77,7 @@ for request in sys.stdin:
             code = 1
             try:
                 exec(prelude)
-                code = {"train": train_pdd, "sample": sample_pdd}[script].main(argv)
+                code = {"train": train_pdd, "sample": sample_pdd, "encode": encode_prompts}[script].main(argv)
             except SystemExit as leaving:
                 code = leaving.code or 0
             except BaseException:

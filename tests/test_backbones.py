@@ -9,8 +9,10 @@ from conftest import REPO, lines, run_script, student_weights
 from datasets import Dataset
 
 from pdd.backbones import REGISTRY, read_backbone
-from pdd.formats import load_transformer
+from pdd.config import Config
+from pdd.formats import contract, load_transformer, save_student
 from pdd.grid import Grid, partition
+from pdd.pipeline import load_student
 from pdd.sampling import endpoint, initial
 from pdd.student import FusedStudent, Velocity, head_parameters, widen
 from pdd.teacher import Teacher, Unconditional
@@ -25,7 +27,7 @@ def family(request, tmp_path_factory):
     module = importlib.import_module(f"family_{request.param}")
     folder = tmp_path_factory.mktemp(request.param) / "teacher"
     module.build(folder)
-    return module, folder, read_backbone(folder)
+    return module, folder, read_backbone(folder, getattr(module, "SIZE", None))  # SIZE: where the default is large
 
 
 def setting(family, batch=2):
@@ -105,6 +107,28 @@ def test_directions_do_not_mix_with_channels_or_patches(family):
             torch.testing.assert_close(out[m][:, 2 + i], alone[m][:, 0], rtol=1e-4, atol=1e-5)
 
 
+def test_a_trained_student_samples_in_the_stock_pipeline_as_our_walk(family, tmp_path):
+    """Saved, read back and called as a user does; its heads are no longer the teacher's."""
+    module, folder, backbone = family
+    grid, state, cond = setting(family)
+    grid = Grid(N, dict.fromkeys(backbone.modalities, 3.0))  # a stock pipeline steps all modalities alike
+    transformer = widen(load_transformer(folder, torch.float32), backbone, N).eval()
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in head_parameters(transformer):
+            p.add_(torch.randn(p.shape, generator=g) * p.std() * 0.3)
+    config = Config(teacher=str(folder), pdd_steps=N, block_size_min=N, block_size_max=N)
+    save_student(tmp_path, backbone, transformer.state_dict(), contract(config, grid, backbone, 1, False))
+    nodes = partition(N, 3)
+    ours = endpoint(FusedStudent(transformer, backbone, grid).block(cond), state, grid, nodes)
+    pipe = load_student(tmp_path, text_encoders=False)
+    made = pipe(
+        **cond, **backbone.to_pipeline(state), **backbone.pipeline_arguments(), num_inference_steps=3, output_type="latent"
+    )
+    theirs = backbone.from_pipeline(made if len(backbone.modalities) > 1 else made[0])
+    assert_close(theirs, ours)
+
+
 @pytest.mark.parametrize("rollout, more", [
     ("simulate", ["--gradient_checkpointing", "true"]), ("data_latent", ["--train_micro_batch_size_per_gpu", "1"]),
 ])  # fmt: skip
@@ -120,11 +144,12 @@ def test_a_family_trains_on_two_ranks_in_bf16_under_zero_3(family, rollout, more
     ds_config = json.loads((REPO / "ds_configs" / "zero3.json").read_text())
     ds_config["bf16"] = {"enabled": True}
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    size = [f"--{name}={value}" for name, value in vars(backbone.size).items() if value is not None]
     done = run_script(
         "train_pdd.py", "--ds_config", tmp_path / "ds.json", "--recipe", write(tmp_path / "recipe.yaml", f"teacher: {folder}"),
         "--data", tmp_path / "data", "--run", tmp_path / "run", "--pdd_steps", "4", "--block_size_min", "4",
         "--block_size_max", "4", "--rollout_mode", rollout, "--max_train_steps", "6", "--learning_rate", "2e-3",
-        "--log_every", "1", "--export_dtype", "fp32", *more, launcher=2,
+        "--log_every", "1", "--export_dtype", "fp32", *size, *more, launcher=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     losses = lines(tmp_path / "run", "loss")

@@ -113,6 +113,32 @@ class Backbone:
         """Modality -> norm of every token of a velocity ``[B, ...]``, broadcastable to it."""
         raise NotImplementedError
 
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int | None) -> dict[str, Tensor]:
+        """Conditioning columns ``[B, ...]`` of prompts, by the stock pipeline's own text encoders.
+
+        Args:
+            pipe: the family's pipeline, of which only tokenizers and text encoders are there.
+            max_sequence_length: tokens; None is the pipeline's default.
+        """
+        raise NotImplementedError
+
+    def pipeline_arguments(self) -> dict[str, Any]:
+        """Arguments of the stock pipeline that sample a student: no guidance, this size."""
+        size = {name: value for name, value in vars(self.size).items() if value is not None}
+        return {"guidance_scale": 1.0, **size}
+
+    def fit_pipeline(self, pipe: Any) -> None:
+        """Let a stock pipeline that was loaded without its text encoders take a dataset's columns."""
+
+    def to_pipeline(self, state: State) -> dict[str, Any]:
+        """Arguments of the stock pipeline that make it start from a state."""
+        (latents,) = state.values()
+        return {"latents": latents}
+
+    def from_pipeline(self, latents: Any) -> State:
+        """A state from what the stock pipeline returns with ``output_type="latent"``."""
+        return {self.modalities[0]: latents}
+
     def to_images(self, latents: State) -> Tensor:
         """Pictures ``[B, C, H, W]`` in [-1, 1] straight from latents, for previews without a decoder."""
         raise NotImplementedError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -47,6 +49,13 @@ class SD3(Backbone):
             return_dict=False,
         )[0]  # [B, D * C, H, W]
         return {"image": at_least_float32(rearrange(out, "b (d c) h w -> b d c h w", d=directions["image"]))}
+
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int | None) -> dict[str, Tensor]:
+        length = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
+        embeds, _, pooled, _ = pipe.encode_prompt(
+            prompts, None, None, device=pipe.device, do_classifier_free_guidance=False, **length
+        )
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def token_norm(self, velocity: State) -> State:
         return {"image": patch_norm(velocity["image"], (self.config["patch_size"],) * 2)}
