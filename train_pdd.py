@@ -7,6 +7,7 @@
     python train_pdd.py --ds_config ds_configs/zero3.json                         # one process, no launcher
 
     ... --recipe recipes/digits.yaml --pdd_steps 64 --run runs/mine               # a recipe, then knobs as flags
+    ... --dry_run 8                                                               # memory per rank on 8 ranks, no weights
     ... --resume [--run runs/mine]                                                # go on after an interruption
 
 Without --recipe it distils the digits teacher that ships with the repository, in minutes on a CPU. --help lists every
@@ -66,6 +67,14 @@ def train(argv: list[str]) -> int:
     unconditional = unconditional_condition(config, backbone, rows)
     processes = Processes()
     check_coverage(config, processes.world)
+
+    if config.dry_run:
+        from pdd.memory import estimate, report
+
+        filled = fill_ds_config(ds_config, config, config.dry_run, on_accelerator=True)
+        if processes.rank == 0:
+            print(report(estimate(config, filled, backbone, grid, rows, config.dry_run), config.dry_run))
+        return 0
 
     with processes:
         stop = StopSignal()

@@ -133,6 +133,7 @@ class Run:
     run: str = knob("", "run folder; runs/<recipe>-<time> if not given")
     resume: bool = knob(False, "continue --run, or the newest unfinished run under runs/")
     stop_after: int = knob(0, "stop at this step as an interruption would, saved and resumable; 0 goes on", "updates")
+    dry_run: int = knob(0, "print the memory that each of so many ranks would need, and end; 0 trains", "ranks")
     save_every: int = knob(0, "checkpoint interval; 0 saves only when the run ends or is interrupted", "updates")
     keep_last: int = knob(2, "checkpoints kept")
     log_every: int = knob(10, "interval of log lines", "updates")
@@ -171,7 +172,7 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
         for name in ("pdd_steps", "block_size_min", "block_size_max", "num_targets", "train_micro_batch_size_per_gpu",
                      "gradient_accumulation_steps", "max_train_steps", "keep_last", "log_every", "validation_num"):  # fmt: skip
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
-        for name in ("warmup_steps", "weight_decay", "gradient_clipping", "ema_start_step", "stop_after", "save_every",
+        for name in ("warmup_steps", "weight_decay", "gradient_clipping", "ema_start_step", "stop_after", "dry_run", "save_every",
                      "validation_every", "seed"):  # fmt: skip
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("learning_rate", "head_learning_rate"):

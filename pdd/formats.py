@@ -36,7 +36,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transfo
     Raises:
         ValueError: a file is missing, or its weights do not fit the configuration.
     """
-    transformer = _empty(read_json(folder / component / "config.json"))
+    transformer = empty_transformer(read_json(folder / component / "config.json"))
     weights = read_weights(folder / component)
     buffers = dict(transformer.named_buffers())
     kept = tuple(transformer._keep_in_fp32_modules or ())
@@ -55,7 +55,7 @@ def text_pipeline(folder: Path, dtype: torch.dtype, device: str) -> Any:
     return getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype, **parts).to(device)
 
 
-def _empty(config: dict[str, Any]) -> nn.Module:
+def empty_transformer(config: dict[str, Any]) -> nn.Module:
     """A transformer without weights, with its computed buffers."""
     cls = getattr(diffusers, config["_class_name"])
     with init_empty_weights(include_buffers=False):
@@ -129,7 +129,7 @@ def save_student(folder: Path, backbone: Backbone, weights: dict[str, Tensor], f
     Raises:
         RuntimeError: weights are missing, unexpected or of a wrong shape (a size-0 shard, for example).
     """
-    transformer = widen(_empty(backbone.config), backbone, facts["pdd_steps"])
+    transformer = widen(empty_transformer(backbone.config), backbone, facts["pdd_steps"])
     transformer.load_state_dict(weights, assign=True)
     transformer.register_to_config(pdd_steps=facts["pdd_steps"])
     transformer.save_pretrained(folder / "transformer")
@@ -191,7 +191,7 @@ def read_student(folder: Path, dtype: torch.dtype | None = None, device: str = "
         )
     base = {k: v for k, v in config.items() if k != "pdd_steps"}
     backbone = backbone_for({**facts["components"], "transformer": base}, Size(**facts["size"]))
-    transformer = widen(_empty(config), backbone, facts["pdd_steps"])
+    transformer = widen(empty_transformer(config), backbone, facts["pdd_steps"])
     weights = read_weights(folder / "transformer")
     if dtype is not None:
         buffers = dict(transformer.named_buffers())

@@ -1,0 +1,92 @@
+"""What a run would need, without its weights: parameters, model states and activations per rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdd.backbones import Backbone
+from pdd.config import Config
+from pdd.data import Rows
+from pdd.formats import empty_transformer
+from pdd.grid import Grid
+from pdd.student import Student, Velocity, head_parameters, widen
+
+
+def estimate(
+    config: Config, ds_config: dict[str, Any], backbone: Backbone, grid: Grid, rows: Rows, ranks: int
+) -> dict[str, int]:
+    """Bytes per rank, and counts of parameters.
+
+    Model states follow from the ZeRO stage: weights and gradients in the model's dtype, float32 masters, Adam's two
+    averages and the weight average. Activations are what autograd saves in one student forward, found by running it on
+    meta tensors. Not counted: buffers of collectives, fragmentation, the teacher's transient activations.
+    """
+    stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+    half = bool(ds_config.get("bf16", {}).get("enabled"))
+    dtype = torch.bfloat16 if half else torch.float32
+    size = 2 if half else 4
+    transformer = empty_transformer(backbone.config)
+    for parameter in transformer.parameters():
+        parameter.data = parameter.data.to(dtype)
+    base = sum(p.numel() for p in transformer.parameters())
+    transformer = widen(transformer, backbone, config.pdd_steps).to("meta")
+    heads = sum(p.numel() for p in head_parameters(transformer))
+    trained = sum(p.numel() for p in transformer.parameters())
+
+    def share(sharded: bool) -> int:
+        return ranks if sharded else 1
+
+    # float32 weights without ZeRO are their own masters
+    masters = 4 * (2 + (half or stage > 0) + (config.ema_decay > 0))
+    out = {
+        "parameters": base,
+        "head_parameters": heads,
+        "weights": size * trained // share(stage == 3),
+        "gradients": size * trained // share(stage >= 2),
+        "optimizer": masters * trained // share(stage >= 1),
+        "teacher": size * base // share(stage == 3),
+        "activations": activations(config, transformer, backbone, grid, rows),
+    }
+    return out | {"total": sum(out[k] for k in ("weights", "gradients", "optimizer", "teacher", "activations"))}
+
+
+def activations(config: Config, transformer: torch.nn.Module, backbone: Backbone, grid: Grid, rows: Rows) -> int:
+    """Bytes that autograd saves in one student forward of a micro-batch, parameters left out."""
+    batch = config.train_micro_batch_size_per_gpu
+    if config.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    transformer.train()
+    state = {m: torch.empty(batch, *shape, device="meta") for m, shape in rows.latent_shapes.items()}
+    cond = {c: v.expand(batch, *v.shape[1:]).to("meta") for c, v in rows.cond(torch.tensor(rows.trained[:1]), "cpu").items()}
+    n, end = config.starts[0], config.starts[1] if len(config.starts) > 1 else config.pdd_steps
+    heads = list(range(n, n + config.num_targets))
+    plans = grid.plan([n] * batch, [[*heads, end]] * batch, [heads] * batch)
+    parameters = {t.untyped_storage()._cdata for t in transformer.parameters()}
+    saved: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            saved[storage._cdata] = (storage, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = Student(Velocity(transformer, backbone), grid).directions(state, torch.tensor([n] * batch), cond, plans)
+        sum(v.sum() for v in out.values())
+    return sum(size for _, size in saved.values())
+
+
+def report(figures: dict[str, int], ranks: int) -> str:
+    """The estimate as text."""
+    counts = f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads; per rank of {ranks}:"
+    names = ("weights", "gradients", "optimizer", "teacher", "activations", "total")
+    return "\n".join([counts, *(f"{name:>12} {readable(figures[name]):>12}" for name in names)])
+
+
+def readable(size: int) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if size >= 2**power:
+            return f"{size / 2**power:.2f} {unit}"
+    return f"{size / 2**10:.2f} KiB"
