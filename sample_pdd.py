@@ -52,7 +52,6 @@ def sample(args) -> None:
     from pdd.data import Rows
     from pdd.draws import noise
     from pdd.formats import read_student
-    from pdd.pictures import grid as picture_grid
     from pdd.pipeline import load_student
     from pdd.sampling import initial
     from pdd.student import FusedStudent
@@ -96,12 +95,11 @@ def sample(args) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     pipe.set_progress_bar_config(disable=True)
-    backbone, decodes = student.backbone, getattr(pipe, "vae", None) is not None
     prompts = prompts or [rows.prompts[i] for i in rows.trained[:4]]
     num = args.num or 8
     jobs = [(prompt, i) for prompt in prompts for i in range(num)]
     for steps in partitions:
-        images = []
+        made = []
         for begin in tqdm(range(0, len(jobs), args.batch), unit="batch", desc=f"{steps} forwards", leave=False):
             chunk = jobs[begin : begin + args.batch]
             # a sample's noise depends on the seed and its number alone: the same at any step count and batch size
@@ -110,17 +108,47 @@ def sample(args) -> None:
                 for m, shape in rows.latent_shapes.items()
             }
             cond = rows.cond(torch.tensor([rows.find(prompt) for prompt, _ in chunk]), device)
-            made = pipe(
-                **{column: value.to(pipe.dtype) if value.is_floating_point() else value for column, value in cond.items()},
-                **backbone.to_pipeline(initial(eps, student.grid)),
-                **backbone.pipeline_arguments(),
-                num_inference_steps=steps,
-                output_type="pt" if decodes else "latent",
-            )[0]
-            images.append(made * 2 - 1 if decodes else backbone.to_images(backbone.from_pipeline(made)))
-        path = out / f"sample-nfe{steps}-seed{args.seed}.png"
-        picture_grid(torch.cat(images), num).save(path)
-        print(f"{steps} forwards: {path}")
+            made += call(pipe, student.backbone, cond, initial(eps, student.grid), steps)
+        print(f"{steps} forwards: {write(made, jobs, num, out / f'sample-nfe{steps}-seed{args.seed}', pipe, student.backbone)}")
+
+
+def call(pipe, backbone, cond, state, steps: int) -> list:
+    """One batch through the stock pipeline: (picture or frames in [0, 1], sound or None) of every sample."""
+    decodes = getattr(pipe, "vae", None) is not None
+    result = pipe(
+        **{column: value.to(pipe.dtype) if value.is_floating_point() else value for column, value in cond.items()},
+        **backbone.to_pipeline(state),
+        **backbone.pipeline_arguments(),
+        num_inference_steps=steps,
+        output_type="pt" if decodes else "latent",
+    )
+    pixels = result[0] if decodes else (backbone.to_images(backbone.from_pipeline(result[0])) + 1) / 2
+    sounds = result.audio if decodes and hasattr(result, "audio") else [None] * len(pixels)
+    return list(zip(pixels.cpu(), sounds))
+
+
+def write(made: list, jobs: list, num: int, stem: Path, pipe, backbone) -> Path:
+    """Pictures as one grid; videos, and their sound, as files of their own in a folder, beside a grid of middle frames."""
+    import torch
+
+    from pdd.pictures import grid as picture_grid
+
+    pixels = torch.stack([sample for sample, _ in made])
+    middle = pixels if pixels.ndim == 4 else pixels[:, pixels.shape[1] // 2]
+    picture = stem.with_suffix(".png")
+    picture_grid(middle * 2 - 1, num).save(picture)
+    if pixels.ndim == 4:
+        return picture
+    from pdd.media import write_sound, write_video
+
+    stem.mkdir(exist_ok=True)
+    for (frames, sound), (prompt, i) in zip(made, jobs):
+        slug = "".join(c if c.isalnum() else "-" for c in prompt)[:40]
+        rate = pipe.vocoder.config.output_sampling_rate if sound is not None else 0
+        write_video(stem / f"{slug}-{i}.mp4", frames, backbone.frame_rate, sound, rate)
+        if sound is not None:
+            write_sound(stem / f"{slug}-{i}.wav", sound, rate)
+    return stem
 
 
 def wanted_prompts(args, rows) -> list[str]:

@@ -85,12 +85,17 @@ class Method:
 class Guidance:
     """teacher guidance"""
 
-    teacher_guidance_scale: float = knob(1.0, "classifier-free guidance folded into the teacher; 1 is none")
+    teacher_guidance_scale: float | dict = knob(
+        1.0, "classifier-free guidance folded into the teacher, one number or modality: number; 1 is none"
+    )
     cfg_uncond: str | dict | None = knob(
         None,
         "what the unconditional forward sees: negative_prompt, empty_prompt, zeros or keep, or column: one of them",
     )
     negative_prompt: str = knob("", "prompt of cfg_uncond negative_prompt; a row of the dataset must have it")
+    uncond_skip_layer: int | None = knob(
+        None, "block left out of the unconditional forward (the paper: 10 of Wan 1.3B, 12 of 14B); none if not given", "block"
+    )
     guidance_rescale: bool = knob(False, "give every guided token the norm of the conditional one")
 
 
@@ -185,7 +190,8 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
             require(_is_number(weight) and weight >= 0, f"loss_weights[{modality}]", weight, "0 or more")
         for prompt, times in self.prompt_repeats.items():
             require(isinstance(times, int) and times >= 1, f"prompt_repeats[{prompt}]", times, "an integer >= 1")
-        require(self.teacher_guidance_scale > 0, "teacher_guidance_scale", self.teacher_guidance_scale, "more than 0")
+        for modality, scale in _per_modality(self.teacher_guidance_scale).items():
+            require(_is_number(scale) and scale > 0, f"teacher_guidance_scale{modality}", scale, "more than 0")
         require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "0 for none, or less than 1")
         require(
             len(self.betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in self.betas),
@@ -200,7 +206,7 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
             allowed = ("negative_prompt", "empty_prompt", "zeros", "keep")
             missing = policy is None and self.cfg_uncond is None
             _require(missing or policy in allowed, "cfg_uncond", policy, ", ".join(allowed))
-        if self.teacher_guidance_scale == 1:
+        if not self.guided:
             return
         allowed = "negative_prompt, empty_prompt or zeros for at least one column when teacher_guidance_scale is not 1"
         _require(any(p not in (None, "keep") for p in policies), "cfg_uncond", self.cfg_uncond, allowed)
@@ -253,6 +259,11 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
         if self.rollout_mode == "simulate":
             return self.carried_nodes[:-1]
         return list(range(0, self.pdd_steps, self.block_size_min))
+
+    @property
+    def guided(self) -> bool:
+        """Does the teacher need unconditional forwards?"""
+        return any(scale != 1 for scale in _per_modality(self.teacher_guidance_scale).values())
 
     @property
     def size(self) -> Size:
@@ -333,11 +344,14 @@ def _list(name: str, value: Any) -> list:
     return list(value)
 
 
+NUMBERS = ("shift", "loss_weights", "teacher_guidance_scale")  # mappings whose values are numbers
+
+
 def _mapping(name: str, value: Any) -> dict:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is {value!r}; allowed is a mapping such as {{name: value}}")
     return {
-        k: (_number(float, f"{name}[{k}]", v) if name in ("shift", "loss_weights") else v) for k, v in value.items()
+        k: (_number(float, f"{name}[{k}]", v) if name in NUMBERS else v) for k, v in value.items()
     }
 
 

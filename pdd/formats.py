@@ -108,6 +108,7 @@ def contract(config: Config, grid: Grid, backbone: Backbone, step: int, ema: boo
         "cfg_uncond": config.cfg_uncond,
         "negative_prompt": config.negative_prompt,
         "guidance_rescale": config.guidance_rescale,
+        "uncond_skip_layer": config.uncond_skip_layer,
         "type_rk": config.type_rk,
         "rollout_mode": config.rollout_mode,
         "trained_steps": step,

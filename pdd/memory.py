@@ -21,7 +21,8 @@ def estimate(
 
     Model states follow from the ZeRO stage: weights and gradients in the model's dtype, float32 masters, Adam's two
     averages and the weight average. Activations are what autograd saves in one student forward, found by running it on
-    meta tensors. Not counted: buffers of collectives, fragmentation, the teacher's transient activations.
+    meta tensors; with gradient checkpointing, the recomputation of one block comes on top. Not counted: buffers of
+    collectives, fragmentation, the teacher's transient activations.
     """
     stage = ds_config.get("zero_optimization", {}).get("stage", 0)
     half = bool(ds_config.get("bf16", {}).get("enabled"))
@@ -59,7 +60,10 @@ def activations(config: Config, transformer: torch.nn.Module, backbone: Backbone
         transformer.enable_gradient_checkpointing()
     transformer.train()
     state = {m: torch.empty(batch, *shape, device="meta") for m, shape in rows.latent_shapes.items()}
-    cond = {c: v.expand(batch, *v.shape[1:]).to("meta") for c, v in rows.cond(torch.tensor(rows.trained[:1]), "cpu").items()}
+    cond = rows.cond(torch.tensor(rows.trained[:1]), "cpu")
+    cond = {c: v.expand(batch, *v.shape[1:]) for c, v in cond.items()}
+    # masks stay real: families read lengths from them
+    cond = {c: v.to("meta") if v.is_floating_point() else v for c, v in cond.items()}
     n, end = config.starts[0], config.starts[1] if len(config.starts) > 1 else config.pdd_steps
     heads = list(range(n, n + config.num_targets))
     plans = grid.plan([n] * batch, [[*heads, end]] * batch, [heads] * batch)

@@ -27,15 +27,40 @@ class Velocity(nn.Module):
         self.backbone = backbone
 
     def forward(
-        self, state: State, sigma: dict[str, Tensor], cond: dict[str, Tensor], plans: Mapping[str, Plan] | None = None
+        self,
+        state: State,
+        sigma: dict[str, Tensor],
+        cond: dict[str, Tensor],
+        plans: Mapping[str, Plan] | None = None,
+        skip: tuple[int, Tensor] | None = None,
     ) -> State:
-        """Velocities ``[B, D, ...]`` per modality: the plans' directions, or D = 1 of a base transformer."""
+        """Velocities ``[B, D, ...]`` per modality: the plans' directions, or D = 1 of a base transformer.
+
+        Args:
+            skip: (number of a transformer block, bool ``[B]``): the samples that pass by that block.
+        """
+        if skip is not None:
+            return self._skipping(state, sigma, cond, *skip)
         directions = dict.fromkeys(self.backbone.modalities, 1)
         if plans is not None:
             for name, head in self.backbone.heads.items():
                 self.transformer.get_submodule(head.module).plan = plans[name]
                 directions[name] = plans[name].num_directions
         return self.backbone.forward(self.transformer, state, sigma, cond, directions)
+
+    def _skipping(self, state: State, sigma: dict[str, Tensor], cond: dict[str, Tensor], layer: int, past: Tensor) -> State:
+        """The block still runs, for all samples: ZeRO-3 gathers what it expects, and one batch serves both kinds."""
+
+        def keep_input(block: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> Tensor:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            return torch.where(past.to(out.device).view(-1, *[1] * (out.ndim - 1)), hidden.to(out.dtype), out)
+
+        block = self.transformer.get_submodule(f"{self.backbone.blocks}.{layer}")
+        handle = block.register_forward_hook(keep_input, with_kwargs=True)
+        try:
+            return self.forward(state, sigma, cond)
+        finally:
+            handle.remove()
 
 
 def widen(transformer: nn.Module, backbone: Backbone, pdd_steps: int) -> nn.Module:

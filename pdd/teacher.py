@@ -98,9 +98,11 @@ class Teacher:
         model: the base :class:`pdd.student.Velocity`, or an engine around it.
         backbone: its family.
         grid: schedules that turn the base clock into noise levels.
-        guidance: ``teacher_guidance_scale``; 1 issues no unconditional forward.
+        guidance: ``teacher_guidance_scale``, one for all modalities or modality -> scale (1 if not named); where all are 1
+            no unconditional forward is issued.
         unconditional: what the unconditional forward sees; needed when guidance is not 1.
         rescale: ``guidance_rescale``, token-wise.
+        skip_layer: ``uncond_skip_layer``, a block that the unconditional forward leaves out.
     """
 
     def __init__(
@@ -108,14 +110,18 @@ class Teacher:
         model: Callable[..., State],
         backbone: Backbone,
         grid: Grid,
-        guidance: float = 1.0,
+        guidance: float | Mapping[str, float] = 1.0,
         unconditional: Unconditional | None = None,
         rescale: bool = False,
+        skip_layer: int | None = None,
     ):
-        if guidance != 1 and unconditional is None:
+        scales = guidance if isinstance(guidance, Mapping) else dict.fromkeys(grid.modalities, guidance)
+        self.guidance = {m: float(scales.get(m, 1.0)) for m in grid.modalities}
+        self.guided = any(scale != 1 for scale in self.guidance.values())
+        if self.guided and unconditional is None:
             raise ValueError(f"teacher_guidance_scale {guidance} needs cfg_uncond")
         self.model, self.backbone, self.grid = model, backbone, grid
-        self.guidance, self.unconditional, self.rescale = guidance, unconditional, rescale
+        self.unconditional, self.rescale, self.skip_layer = unconditional, rescale, skip_layer
         self.uncond_forwards = 0  # counted, so that a guided target can prove that they ran
 
     def field(self, cond: dict[str, Tensor]) -> Field:
@@ -127,7 +133,7 @@ class Teacher:
         """Guided velocity ``v_u + scale (v_c - v_u)`` at base clock ``u`` ``[B]``, per modality ``[B, ...]``."""
         device = next(iter(state.values())).device
         sigma = {m: f(u).to(device, torch.float32) for m, f in self.grid.schedules.items()}
-        if self.guidance == 1:
+        if not self.guided:
             return self._forward(state, sigma, cond)
         self.uncond_forwards += 1
         uncond = self.unconditional(cond)
@@ -136,19 +142,33 @@ class Teacher:
                 {m: torch.cat([x, x]) for m, x in state.items()},
                 {m: torch.cat([s, s]) for m, s in sigma.items()},
                 {c: torch.cat([v, uncond[c]]) for c, v in cond.items()},
+                halves=True,
             )
             halves = {m: v.chunk(2) for m, v in both.items()}
             v_c, v_u = {m: h[0] for m, h in halves.items()}, {m: h[1] for m, h in halves.items()}
         else:
-            v_c, v_u = self._forward(state, sigma, cond), self._forward(state, sigma, uncond)
-        guided = {m: v_u[m] + self.guidance * (v_c[m] - v_u[m]) for m in v_c}
+            v_c, v_u = self._forward(state, sigma, cond), self._forward(state, sigma, uncond, unconditional=True)
+        guided = {m: v_u[m] + self.guidance[m] * (v_c[m] - v_u[m]) for m in v_c}
         if not self.rescale:
             return guided
         norm_c, norm_g = self.backbone.token_norm(v_c), self.backbone.token_norm(guided)
         return {m: v * norm_c[m] / norm_g[m].clamp(min=1e-5) for m, v in guided.items()}
 
-    def _forward(self, state: State, sigma: dict[str, Tensor], cond: dict[str, Tensor]) -> State:
-        return {m: v[:, 0] for m, v in self.model(state, sigma, cond).items()}
+    def _forward(
+        self,
+        state: State,
+        sigma: dict[str, Tensor],
+        cond: dict[str, Tensor],
+        unconditional: bool = False,
+        halves: bool = False,
+    ) -> State:
+        """One forward; all samples may be unconditional, or the second half of them."""
+        arguments = (state, sigma, cond)
+        if self.skip_layer is not None and (unconditional or halves):
+            batch = len(next(iter(state.values())))
+            past = torch.arange(batch) >= (batch // 2 if halves else 0)
+            arguments = (*arguments, None, (self.skip_layer, past))
+        return {m: v[:, 0] for m, v in self.model(*arguments).items()}
 
     def block(self, cond: dict[str, Tensor]) -> Callable[[State, int, int], State]:
         """``predict(state, start, end)`` for :func:`pdd.sampling.walk`: one Euler step a block."""
@@ -166,7 +186,7 @@ def unconditional_condition(config: Config, backbone: Backbone, rows: Rows) -> U
     Raises:
         ConfigError: a column that the family does not have, or a prompt that the dataset does not have.
     """
-    if config.teacher_guidance_scale == 1:
+    if not config.guided:
         return None
     given = (
         config.cfg_uncond if isinstance(config.cfg_uncond, dict) else dict.fromkeys(backbone.columns, config.cfg_uncond)
@@ -186,3 +206,8 @@ def unconditional_condition(config: Config, backbone: Backbone, rows: Rows) -> U
                 "it, or choose zeros"
             ) from None
     return Unconditional(policies, found)
+
+
+def guidance(config: Config, unconditional: Unconditional | None) -> tuple:
+    """A :class:`Teacher`'s last four arguments, from the knobs."""
+    return config.teacher_guidance_scale, unconditional, config.guidance_rescale, config.uncond_skip_layer

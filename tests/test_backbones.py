@@ -8,7 +8,7 @@ import torch
 from conftest import REPO, lines, run_script, student_weights
 from datasets import Dataset
 
-from pdd.backbones import REGISTRY, read_backbone
+from pdd.backbones import REGISTRY, Size, read_backbone
 from pdd.config import Config
 from pdd.formats import contract, load_transformer, save_student
 from pdd.grid import Grid, partition
@@ -168,3 +168,11 @@ def test_a_family_trains_on_two_ranks_in_bf16_under_zero_3(family, rollout, more
 def write(path, text):
     path.write_text(text)
     return path
+
+
+@pytest.mark.parametrize("name", ["height", "width"])
+def test_a_size_that_does_not_fit_is_refused_by_name(name, family):
+    module, folder, _ = family
+    size = Size(**{**vars(getattr(module, "SIZE", Size())), name: 1})
+    with pytest.raises(ValueError, match=f"{name} is 1; allowed"):
+        read_backbone(folder, size).latent_shapes()

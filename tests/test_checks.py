@@ -70,6 +70,12 @@ FLAGS = {
     "--teacher_guidance_scale 0": ["teacher_guidance_scale is 0.0", "more than 0"],
     "--teacher_guidance_scale 3": ["cfg_uncond is None", "teacher_guidance_scale is not 1"],
     "--teacher_guidance_scale 3 --cfg_uncond keep": ["cfg_uncond is 'keep'", "for at least one column"],
+    "--teacher_guidance_scale '{image: 0}' --cfg_uncond zeros": ["teacher_guidance_scale[image] is 0", "more than 0"],
+    "--teacher_guidance_scale '{sound: 2}' --cfg_uncond zeros": ["teacher_guidance_scale", "'sound'", "image"],
+    "--teacher_guidance_scale '{image: 3}'": ["cfg_uncond is None"],
+    "--uncond_skip_layer 1": ["uncond_skip_layer is 1", "SD3 cannot skip"],
+    "--height 3": ["height is 3", "multiples of 2 up to 8"],
+    "--width 10": ["width is 10", "multiples of 2 up to 8"],
     "--cfg_uncond nothing": ["cfg_uncond is 'nothing'", "negative_prompt, empty_prompt, zeros, keep"],
     "--teacher_guidance_scale 3 --cfg_uncond '{text: zeros}'": ["cfg_uncond", "'text'", "prompt_embeds"],
     "--teacher_guidance_scale 3 --cfg_uncond negative_prompt --negative_prompt ugly": [

@@ -352,6 +352,25 @@ def test_a_column_may_be_kept_by_name(rows):
     assert not uncond(cond)["pooled_prompt_embeds"].any()
 
 
+def test_guidance_of_each_modality():
+    """Its own scale for each modality, from the same two forwards; a modality that is not named has none."""
+    family = Two({"transformer": {}}, Size())
+    grid = Grid(4, {"image": 1.0, "sound": 2.0})
+    state = {"image": torch.randn(2, 3, 4, dtype=F64), "sound": torch.randn(2, 5, dtype=F64)}
+
+    def model(state, sigma, cond, plans=None):
+        scale = cond["tokens"].sum((1, 2))
+        return {m: (x * scale.view(-1, *[1] * (x.ndim - 1)))[:, None] for m, x in state.items()}
+
+    cond = {"tokens": torch.ones(2, 1, 1, dtype=F64), "pooled": torch.zeros(2, 1, dtype=F64)}
+    uncond = Unconditional({"tokens": "zeros", "pooled": "keep"}, {})
+    u = torch.tensor([0.5, 0.7], dtype=F64)
+    for guidance, expected in [({"image": 3.0, "sound": 7.0}, (3, 7)), ({"sound": 2.0}, (1, 2)), (4.0, (4, 4))]:
+        guided = Teacher(model, family, grid, guidance, uncond).velocity(state, u, cond)
+        for m, factor in zip(state, expected):  # the unconditional velocity is zero
+            torch.testing.assert_close(guided[m], factor * state[m])
+
+
 def test_a_column_without_a_policy_is_kept_or_refused(rows):
     """YAML's null is a value that a recipe can hold; it must not surface as a KeyError in the first forward."""
     cond = rows.cond(rows.row_of("two"), "cpu")

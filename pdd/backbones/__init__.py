@@ -13,6 +13,11 @@ from pdd.backbones.base import Backbone, Head, Size, State
 # transformer class -> module and class here; a new family is one file and one line
 REGISTRY = {
     "SD3Transformer2DModel": "sd3:SD3",
+    "FluxTransformer2DModel": "flux:Flux",
+    "QwenImageTransformer2DModel": "qwen_image:QwenImage",
+    "QwenImage21Transformer2DModel": "qwen_image21:QwenImage21",
+    "WanTransformer3DModel": "wan:Wan",
+    "LTX2VideoTransformer3DModel": "ltx2:LTX2",
 }
 
 # whose configurations a family may read, beside the transformer's

@@ -57,6 +57,8 @@ class Backbone:
 
     heads: dict[str, Head]  # modality -> head; its order is the order of modalities everywhere
     columns: tuple[str, ...]  # conditioning columns, each one an argument of the transformer
+    frame_rate = 0.0  # frames per second of a family's videos
+    blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
     batched_guidance = True  # may conditional and unconditional samples share one forward?
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
@@ -82,6 +84,19 @@ class Backbone:
         Raises:
             ValueError: one line; a guidance-distilled model with a scale other than 1, for example.
         """
+
+    def check_skip(self, layer: int | None) -> None:
+        """Refuse an ``uncond_skip_layer`` that is not a block of this transformer.
+
+        Raises:
+            ValueError: one line.
+        """
+        if layer is None:
+            return
+        if self.blocks is None:
+            raise ValueError(f"uncond_skip_layer is {layer}; allowed is none, {type(self).__name__} cannot skip a block")
+        if not 0 <= layer < self.config["num_layers"]:
+            raise ValueError(f"uncond_skip_layer is {layer}; allowed are 0 to {self.config['num_layers'] - 1}")
 
     def latent_shapes(self) -> dict[str, tuple[int, ...]]:
         """Modality -> shape of one sample's latents when no data says it."""

@@ -1,0 +1,65 @@
+"""Qwen-Image: pictures ``[B, C, H, W]`` packed into tokens ``[B, H/2 * W/2, 4C]``, time ``sigma``, velocity ``eps - x0``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pdd.backbones.base import Size, State
+from pdd.backbones.flux import Packed, unrounded
+
+# configurations of its kin that need inputs of their own: layered, editing and guidance-distilled ones
+NEED_MORE = ("use_additional_t_cond", "use_layer3d_rope", "zero_cond_t", "guidance_embeds")
+
+
+class QwenImage(Packed):
+    """Qwen-Image from text alone. Its pipeline always rescales the guided velocity: ``guidance_rescale`` on is its own way.
+
+    The VAE's latents have a frame axis of one, which a state leaves out. Padded text changes nothing: it is masked, and
+    a picture's positions do not count it; so conditional and unconditional samples padded alike share a forward.
+    """
+
+    columns = ("prompt_embeds", "prompt_embeds_mask")
+    no_guidance = {"true_cfg_scale": 1.0}
+
+    def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
+        super().__init__(configs, size)
+        if found := [name for name in NEED_MORE if self.config.get(name)]:
+            raise ValueError(f"transformer has {found[0]} true; allowed is a Qwen-Image that takes text alone")
+
+    @property
+    def scale(self) -> int:
+        return 2 ** len(self.configs["vae"]["temperal_downsample"]) if "vae" in self.configs else 8
+
+    def forward(
+        self,
+        transformer: nn.Module,
+        state: State,
+        sigma: dict[str, Tensor],
+        cond: dict[str, Tensor],
+        directions: dict[str, int],
+    ) -> State:
+        dtype, image = transformer.proj_out.weight.dtype, state["image"]
+        embeds, mask = without_padding(cond["prompt_embeds"], cond["prompt_embeds_mask"])
+        grid = (1, *(side // self.patch for side in image.shape[2:]))
+        with unrounded(transformer.time_text_embed, sigma["image"]):
+            out = transformer(
+                hidden_states=self.pack(image).to(dtype),
+                timestep=sigma["image"],  # times 1000 inside
+                encoder_hidden_states=embeds.to(dtype),
+                encoder_hidden_states_mask=mask,
+                img_shapes=[[grid]] * len(image),
+                return_dict=False,
+            )[0]  # [B, T, D * 4C]
+        return {"image": self.unpack(out, directions["image"], image.shape[2])}
+
+
+def without_padding(embeds: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Text ``[B, L, E]`` cut to the batch's longest, and its mask ``[B, L]``; None, as attention is then fastest, if all is text."""
+    mask = mask.bool()
+    used = mask.any(0).nonzero()
+    length = int(used[-1]) + 1 if len(used) else 1
+    mask = mask[:, :length]
+    return embeds[:, :length], None if mask.all() else mask

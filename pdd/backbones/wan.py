@@ -1,0 +1,84 @@
+"""Wan 2.1 and 2.2 text-to-video: ``[B, C, F, H, W]``, time ``1000 sigma``, velocity ``eps - x0``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm
+
+
+class Wan(Backbone):
+    """The transformer unpatchifies inside its forward: rows ``(pt, ph, pw, C)``, hence ``patch = pt * ph * pw``.
+
+    Of Wan 2.2's two experts this is the one in ``transformer``, over the whole clock.
+    """
+
+    columns = ("prompt_embeds",)
+    blocks = "blocks"
+    frame_rate = 16.0
+    default = {"height": 480, "width": 832, "num_frames": 81}  # WanPipeline's
+
+    def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
+        super().__init__(configs, size)
+        channels, out = self.config["in_channels"], self.config["out_channels"]
+        if out and channels != out:
+            raise ValueError(f"transformer takes {channels} channels and gives {out}; allowed is text-to-video: as many")
+
+    @property
+    def heads(self) -> dict[str, Head]:
+        return {"video": Head("proj_out", math.prod(self.config["patch_size"]))}
+
+    def shifts(self) -> dict[str, float]:
+        # UniPC, which the published checkpoints use, has its own name for the shift
+        return {"video": float(self.scheduler.get("flow_shift") or self.scheduler.get("shift") or 1.0)}
+
+    def latent_shapes(self) -> dict[str, tuple[int, ...]]:
+        vae, (pt, *patch) = self.configs.get("vae", {}), self.config["patch_size"]
+        time, space = vae.get("scale_factor_temporal", 4), vae.get("scale_factor_spatial", 8)
+        frames = self._wanted("num_frames")
+        first, unit = time * pt - time + 1, time * pt  # the first latent frame is one frame, each other one is ``time``
+        if frames < first or (frames - first) % unit:
+            raise ValueError(f"num_frames is {frames}; allowed are {first}, {first + unit}, {first + 2 * unit}, ...")
+        sides = []
+        for name, p in zip(("height", "width"), patch):
+            pixels, unit = self._wanted(name), space * p
+            largest = self.config["rope_max_seq_len"] * unit
+            if pixels % unit or not 0 < pixels <= largest:
+                raise ValueError(f"{name} is {pixels}; allowed are multiples of {unit} up to {largest}")
+            sides.append(pixels // space)
+        return {"video": (self.config["in_channels"], (frames - 1) // time + 1, *sides)}
+
+    def _wanted(self, name: str) -> int:
+        given = getattr(self.size, name)
+        return self.default[name] if given is None else given
+
+    def forward(
+        self,
+        transformer: nn.Module,
+        state: State,
+        sigma: dict[str, Tensor],
+        cond: dict[str, Tensor],
+        directions: dict[str, int],
+    ) -> State:
+        dtype = transformer.proj_out.weight.dtype
+        out = transformer(
+            hidden_states=state["video"].to(dtype),
+            # [B] for Wan 2.2 TI2V too: it takes a time per token for a clean first frame, and from text all are the same
+            timestep=sigma["video"] * 1000,
+            encoder_hidden_states=cond["prompt_embeds"].to(dtype),
+            return_dict=False,
+        )[0]  # [B, D * C, F, H, W]
+        return {"video": at_least_float32(rearrange(out, "b (d c) f h w -> b d c f h w", d=directions["video"]))}
+
+    def token_norm(self, velocity: State) -> State:
+        return {"video": patch_norm(velocity["video"], tuple(self.config["patch_size"]))}
+
+    def to_images(self, latents: State) -> Tensor:
+        # no decoder: the first channels of the middle frame show a layout
+        video = latents["video"]
+        return video[:, : 3 if video.shape[1] >= 3 else 1, video.shape[2] // 2]
