@@ -84,7 +84,7 @@ def encode(args) -> None:
     from datasets import Array2D, Array3D, Dataset, Features, List, Value, concatenate_datasets
     from tqdm import tqdm
 
-    from pdd.backbones import read_backbone
+    from pdd.backbones import Backbone, read_backbone
     from pdd.data import ENCODING, encoder_fingerprint
     from pdd.formats import text_pipeline
     from pdd.run import write_json
@@ -100,6 +100,11 @@ def encode(args) -> None:
         backbone = read_backbone(teacher)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if type(backbone).encode_prompts is Backbone.encode_prompts:
+        raise ConfigError(
+            f"teacher {args.teacher!r} is {type(backbone).__name__}, whose prompts cannot be encoded here yet; its dataset "
+            f"needs the columns prompt, {', '.join(backbone.columns)}"
+        )
     prompts = list(dict.fromkeys(["", args.negative_prompt])) + read_prompts(args.prompts, args.column)
     facts = {
         "teacher": args.teacher,

@@ -36,7 +36,7 @@ def build(folder: Path, version: str = "2.3") -> None:
             if "table" in name or "to_out" in name or "scale_shift" in name:
                 p.mul_(3)
     vae = AutoencoderKLLTX2Video(
-        latent_channels=6, block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 3, layers_per_block=(1,) * 5,
+        latent_channels=6, block_out_channels=(8,) * 4, decoder_block_out_channels=(8, 16, 32), layers_per_block=(1,) * 5,
         decoder_layers_per_block=(1,) * 4, spatial_compression_ratio=32, temporal_compression_ratio=8,
     )  # fmt: skip
     audio_vae = AutoencoderKLLTX2Audio(
@@ -50,7 +50,7 @@ def build(folder: Path, version: str = "2.3") -> None:
         audio_connector_num_learnable_registers=None, per_modality_projections=True, video_hidden_dim=VIDEO,
         audio_hidden_dim=AUDIO,
     )  # fmt: skip
-    vocoder = LTX2Vocoder(in_channels=8, hidden_channels=32)
+    vocoder = LTX2Vocoder(in_channels=32, hidden_channels=32)
     LTX2Pipeline(
         transformer=transformer, vae=vae, audio_vae=audio_vae, connectors=connectors, vocoder=vocoder,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=2.0), **dict.fromkeys(ABSENT),

@@ -1,5 +1,6 @@
 """Prompts through a checkpoint's own text encoders: the stock pipeline's embeddings, resumable, and refused elsewhere."""
 
+import importlib
 import json
 import string
 
@@ -7,17 +8,24 @@ import pytest
 import torch
 from conftest import run_script
 from datasets import Dataset, load_from_disk
-from diffusers import StableDiffusion3Pipeline
+from diffusers import FluxPipeline, StableDiffusion3Pipeline, WanPipeline
 from family_sd3 import build
 from transformers import (
     CLIPTextConfig,
+    CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
+LETTERS = [*string.ascii_lowercase, " ", ",", "."]
+TOKENS = [*LETTERS, *(c + "</w>" for c in LETTERS), "<|startoftext|>", "<|endoftext|>"]
+VOCAB = {token: i for i, token in enumerate(TOKENS)}
+PIECES = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), *((c, -2.0) for c in LETTERS if c != " ")]
 PROMPTS = ["a red house", "two birds, one stone", "the sea at night", "a cat", "snow"]
 
 
@@ -26,18 +34,15 @@ def teacher(tmp_path_factory):
     """The tiny SD3 checkpoint with three tiny text encoders, whose widths fit its transformer."""
     folder = tmp_path_factory.mktemp("sd3") / "teacher"
     build(folder)
-    letters = [*string.ascii_lowercase, " ", ",", "."]
-    vocab = {token: i for i, token in enumerate([*letters, *(c + "</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"])}
-    clip = CLIPTokenizer(vocab=vocab, merges=[], model_max_length=16)
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), *((c, -2.0) for c in letters if c != " ")]
-    t5 = T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=16)
+    clip = CLIPTokenizer(vocab=VOCAB, merges=[], model_max_length=16)
+    t5 = T5TokenizerFast(vocab=PIECES, extra_ids=0, model_max_length=16)
     torch.manual_seed(1)
 
     def clip_encoder(width, projection):
         return CLIPTextModelWithProjection(CLIPTextConfig(
-            vocab_size=len(vocab), hidden_size=width, intermediate_size=8, projection_dim=projection, num_hidden_layers=2,
-            num_attention_heads=2, max_position_embeddings=16, bos_token_id=vocab["<|startoftext|>"],
-            eos_token_id=vocab["<|endoftext|>"], pad_token_id=1,
+            vocab_size=len(VOCAB), hidden_size=width, intermediate_size=8, projection_dim=projection, num_hidden_layers=2,
+            num_attention_heads=2, max_position_embeddings=16, bos_token_id=VOCAB["<|startoftext|>"],
+            eos_token_id=VOCAB["<|endoftext|>"], pad_token_id=1,
         ))  # fmt: skip
 
     bare = StableDiffusion3Pipeline.from_pretrained(
@@ -46,9 +51,7 @@ def teacher(tmp_path_factory):
     StableDiffusion3Pipeline(
         transformer=bare.transformer, scheduler=bare.scheduler, vae=bare.vae, text_encoder=clip_encoder(4, 4), tokenizer=clip,
         text_encoder_2=clip_encoder(6, 6), tokenizer_2=clip, tokenizer_3=t5,
-        text_encoder_3=T5EncoderModel(T5Config(
-            vocab_size=len(pieces), d_model=12, d_kv=4, d_ff=8, num_layers=1, num_heads=2, is_encoder_decoder=False,
-        )),
+        text_encoder_3=t5_encoder(T5EncoderModel, T5Config),
     ).save_pretrained(folder)  # fmt: skip
     return folder
 
@@ -132,6 +135,58 @@ def test_training_takes_the_dataset_and_refuses_one_of_other_encoders(teacher, w
     record.write_text(json.dumps(facts))
     warm.train(tmp_path / "other", "--teacher", teacher, "--data", out, code=2)
     assert not (tmp_path / "other").exists()
+
+
+def with_text_encoders(name, folder):
+    """A family's tiny checkpoint with tiny text encoders: (its pipeline class)."""
+    module = importlib.import_module(f"family_{name}")
+    module.build(folder)
+    t5 = T5TokenizerFast(vocab=PIECES, extra_ids=0, model_max_length=16)
+    torch.manual_seed(1)
+    if name == "flux":
+        clip = CLIPTextModel(CLIPTextConfig(
+            vocab_size=len(VOCAB), hidden_size=10, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=16, bos_token_id=VOCAB["<|startoftext|>"], eos_token_id=VOCAB["<|endoftext|>"],
+        ))  # fmt: skip
+        parts = {"text_encoder": clip, "tokenizer": CLIPTokenizer(vocab=VOCAB, merges=[], model_max_length=16),
+                 "text_encoder_2": t5_encoder(T5EncoderModel, T5Config), "tokenizer_2": t5}  # fmt: skip
+        kind = FluxPipeline
+    else:
+        parts, kind = {"text_encoder": t5_encoder(UMT5EncoderModel, UMT5Config), "tokenizer": t5}, WanPipeline
+    bare = kind.from_pretrained(folder, **dict.fromkeys(module.ABSENT))
+    rest = {n: c for n, c in bare.components.items() if n not in parts}
+    kind(**rest, **parts).save_pretrained(folder)
+    return kind
+
+
+def t5_encoder(cls, config):
+    return cls(config(vocab_size=len(PIECES), d_model=12, d_kv=4, d_ff=8, num_layers=1, num_heads=2, is_encoder_decoder=False))
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_other_families_embeddings_are_the_stock_pipeline_s(name, warm, tmp_path):
+    kind = with_text_encoders(name, tmp_path / "teacher")
+    source, flags = write_prompts(tmp_path, "txt"), ["--max_sequence_length", "16"]
+    code, output = warm("encode", "--teacher", tmp_path / "teacher", "--prompts", source, "--out", tmp_path / "data", *flags)
+    assert code == 0, output
+    rows = load_from_disk(str(tmp_path / "data")).with_format("torch")[1:]
+    pipe = kind.from_pretrained(tmp_path / "teacher")
+    more = {"do_classifier_free_guidance": False} if name == "wan" else {"prompt_2": None}
+    embeds, *rest = pipe.encode_prompt(PROMPTS, max_sequence_length=16, device="cpu", **more)
+    torch.testing.assert_close(rows["prompt_embeds"], embeds, rtol=1e-4, atol=1e-5)
+    if name == "flux":
+        torch.testing.assert_close(rows["pooled_prompt_embeds"], rest[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_family_whose_prompts_cannot_be_encoded_says_what_its_dataset_needs(warm, tmp_path):
+    import family_qwen_image
+
+    family_qwen_image.build(tmp_path / "teacher")
+    (tmp_path / "teacher" / "text_encoder").mkdir(exist_ok=True)
+    (tmp_path / "teacher" / "text_encoder" / "config.json").write_text("{}")
+    source = write_prompts(tmp_path, "txt")
+    code, output = warm("encode", "--teacher", tmp_path / "teacher", "--prompts", source, "--out", tmp_path / "data")
+    assert code == 2 and "cannot be encoded here yet" in output and "prompt_embeds_mask" in output, output
 
 
 BAD = {
