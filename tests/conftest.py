@@ -63,28 +63,36 @@ SERVER = """
 import io, json, os, sys, tempfile, traceback
 sys.path.insert(0, os.getcwd())
 import deepspeed, diffusers, datasets, torch
+import deepspeed.runtime.zero.muon.muon_optimizer  # or every child imports half of the compiler for it
 import pdd.compare, pdd.engine, pdd.formats, pdd.objective, pdd.validation
 import encode_prompts, sample_pdd, train_pdd
 from diffusers import SD3Transformer2DModel
 torch.set_num_threads(1)
 print("ready", flush=True)
 for request in sys.stdin:
-    script, argv, prelude = json.loads(request)
+    script, argv, prelude, world, port = json.loads(request)
     with tempfile.TemporaryFile("w+") as output:
-        child = os.fork()
-        if child == 0:
-            os.dup2(output.fileno(), 1); os.dup2(output.fileno(), 2)
-            code = 1
-            try:
-                exec(prelude)
-                code = {"train": train_pdd, "sample": sample_pdd, "encode": encode_prompts}[script].main(argv)
-            except SystemExit as leaving:
-                code = leaving.code or 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush(); sys.stderr.flush()
-            os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        children = []
+        for rank in range(world):
+            child = os.fork()
+            if child == 0:
+                os.dup2(output.fileno(), 1); os.dup2(output.fileno(), 2)
+                if world > 1:
+                    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                    os.environ.update({k: str(v) for k, v in place.items()})
+                code = 1
+                try:
+                    exec(prelude)
+                    scripts = {"train": train_pdd, "sample": sample_pdd, "encode": encode_prompts}
+                    code = scripts[script].main(argv)
+                except SystemExit as leaving:
+                    code = leaving.code or 0
+                except BaseException:
+                    traceback.print_exc()
+                sys.stdout.flush(); sys.stderr.flush()
+                os._exit(code)
+            children.append(child)
+        code = max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
         output.seek(0)
         print(json.dumps([code, output.read()]), flush=True)
 """
@@ -105,9 +113,10 @@ class Warm:
         while (line := self.process.stdout.readline()) != "ready\n":
             assert line, "the warm process died"
 
-    def __call__(self, script: str, *words, prelude: str = "") -> tuple[int, str]:
-        """``(exit status, what it printed)``."""
-        self.process.stdin.write(json.dumps([script, [str(w) for w in words], prelude]) + "\n")
+    def __call__(self, script: str, *words, prelude: str = "", ranks: int = 1) -> tuple[int, str]:
+        """``(exit status, what it printed)`` of one process, or of so many ranks that find each other as the launcher's do."""
+        port = free_port() if ranks > 1 else 0
+        self.process.stdin.write(json.dumps([script, [str(w) for w in words], prelude, ranks, port]) + "\n")
         self.process.stdin.flush()
         code, output = json.loads(self.process.stdout.readline())
         return code, output

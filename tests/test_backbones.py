@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import REPO, lines, run_script, student_weights
+from conftest import REPO, lines, student_weights
 from datasets import Dataset
 
 from pdd.backbones import REGISTRY, Size, read_backbone
@@ -132,7 +132,7 @@ def test_a_trained_student_samples_in_the_stock_pipeline_as_our_walk(family, tmp
 @pytest.mark.parametrize("rollout, more", [
     ("simulate", ["--gradient_checkpointing", "true"]), ("data_latent", ["--train_micro_batch_size_per_gpu", "1"]),
 ])  # fmt: skip
-def test_a_family_trains_on_two_ranks_in_bf16_under_zero_3(family, rollout, more, tmp_path):
+def test_a_family_trains_on_two_ranks_in_bf16_under_zero_3(family, rollout, more, warm, tmp_path):
     """The loss on a repeated batch falls, and only what is trained moves."""
     module, folder, backbone = family
     cond = module.conditioning(1, 1)
@@ -145,13 +145,13 @@ def test_a_family_trains_on_two_ranks_in_bf16_under_zero_3(family, rollout, more
     ds_config["bf16"] = {"enabled": True}
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
     size = [f"--{name}={value}" for name, value in vars(backbone.size).items() if value is not None]
-    done = run_script(
-        "train_pdd.py", "--ds_config", tmp_path / "ds.json", "--recipe", write(tmp_path / "recipe.yaml", f"teacher: {folder}"),
+    code, output = warm(
+        "train", "--ds_config", tmp_path / "ds.json", "--recipe", write(tmp_path / "recipe.yaml", f"teacher: {folder}"),
         "--data", tmp_path / "data", "--run", tmp_path / "run", "--pdd_steps", "4", "--block_size_min", "4",
         "--block_size_max", "4", "--rollout_mode", rollout, "--max_train_steps", "6", "--learning_rate", "2e-3",
-        "--log_every", "1", "--export_dtype", "fp32", *size, *more, launcher=2,
+        "--log_every", "1", "--export_dtype", "fp32", *size, *more, ranks=2,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert code == 0, output
     losses = lines(tmp_path / "run", "loss")
     assert all(v == v and v < 1e6 for v in losses)
     assert sum(losses[-2:]) < sum(losses[:2])
