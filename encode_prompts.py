@@ -29,7 +29,9 @@ def parser() -> Parser:
     flags.add_argument("--max_sequence_length", type=int, help="tokens; the pipeline's default if not given")
     flags.add_argument("--batch", type=int, default=16, help="prompts per encoder call (default 16)")
     flags.add_argument("--part", type=int, default=512, help="prompts per resumable part (default 512)")
-    flags.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="encoders' precision (default fp32)")
+    flags.add_argument(
+        "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="encoders' precision (default fp32)"
+    )
     flags.add_argument("--device", help="torch device; the first accelerator, else the CPU")
     return flags
 
@@ -71,7 +73,9 @@ def read_prompts(source: str, column: str) -> list[str]:
     except Exception as error:  # each reader of datasets has its own
         raise ConfigError(f"prompts {source!r} cannot be read: {str(error).splitlines()[0]}") from None
     if bad := [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]:
-        raise ConfigError(f"prompts {source!r} row {bad[0]} of column {column!r} is {prompts[bad[0]]!r}; allowed is text")
+        raise ConfigError(
+            f"prompts {source!r} row {bad[0]} of column {column!r} is {prompts[bad[0]]!r}; allowed is text"
+        )
     prompts = [prompt for prompt in prompts if prompt.strip()]
     if not prompts:
         raise ConfigError(f"prompts {source!r} has no prompt in it")
@@ -81,7 +85,7 @@ def read_prompts(source: str, column: str) -> list[str]:
 def encode(args) -> None:
     import torch
     import torch.distributed as dist
-    from datasets import Array2D, Array3D, Dataset, Features, List, Value, concatenate_datasets
+    from datasets import Array2D, Dataset, Features, List, Value, concatenate_datasets
     from tqdm import tqdm
 
     from pdd.backbones import Backbone, read_backbone
@@ -133,7 +137,9 @@ def encode(args) -> None:
     starts = range(0, len(prompts), args.part)
     mine = [start for start in starts[rank::world] if not (parts / f"{start:09d}.parquet").exists()]
     if mine:
-        device = args.device or (str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu")
+        device = args.device or (
+            str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+        )
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
         pipe = text_pipeline(teacher, dtype, device)
         for start in tqdm(mine, disable=rank != 0, unit="part"):
@@ -142,7 +148,7 @@ def encode(args) -> None:
                 with torch.no_grad():
                     columns.append(backbone.encode_prompts(pipe, chunk[i : i + args.batch], args.max_sequence_length))
             tensors = {c: torch.cat([part[c] for part in columns]).float().cpu() for c in backbone.columns}
-            kinds = {1: lambda shape: List(Value("float32")), 2: lambda s: Array2D(s, "float32"), 3: lambda s: Array3D(s, "float32")}
+            kinds = {1: lambda s: List(Value("float32")), 2: lambda s: Array2D(s, "float32")}
             features = {c: kinds[t.ndim - 1](tuple(t.shape[1:])) for c, t in tensors.items()}
             rows = {"prompt": chunk, **{c: list(t.numpy()) for c, t in tensors.items()}}
             dataset = Dataset.from_dict(rows, features=Features({"prompt": Value("string"), **features}))

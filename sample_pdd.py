@@ -65,7 +65,9 @@ def sample(args) -> None:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
     config = Config(**read_yaml(run / "config.yaml"))
-    device = args.device or (str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu")
+    device = args.device or (
+        str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    )
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     try:
         student = read_student(run / "student", dtype, device)
@@ -83,7 +85,9 @@ def sample(args) -> None:
 
     if args.compare:
         fused = FusedStudent(student.transformer, student.backbone, student.grid)
-        picture, table = compare(fused, config, rows, prompts, partitions, args.num or 500, args.seed, args.batch, device)
+        picture, table = compare(
+            fused, config, rows, prompts, partitions, args.num or 500, args.seed, args.batch, device
+        )
         picture.save(out / "compare.png")
         runs.write_json(out / "compare.json", table)
         print(summary(table))
@@ -109,7 +113,9 @@ def sample(args) -> None:
             }
             cond = rows.cond(torch.tensor([rows.find(prompt) for prompt, _ in chunk]), device)
             made += call(pipe, student.backbone, cond, initial(eps, student.grid), steps)
-        print(f"{steps} forwards: {write(made, jobs, num, out / f'sample-nfe{steps}-seed{args.seed}', pipe, student.backbone)}")
+        print(
+            f"{steps} forwards: {write(made, jobs, num, out / f'sample-nfe{steps}-seed{args.seed}', pipe, student.backbone)}"
+        )
 
 
 def call(pipe, backbone, cond, state, steps: int) -> list:

@@ -85,8 +85,6 @@ def train(argv: list[str]) -> int:
         dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
 
         transformer = widen(load_transformer(config.teacher_dir, dtype), backbone, config.pdd_steps)
-        if kept := transformer._keep_in_fp32_modules:
-            ds_config = {"keep_in_fp32_modules": list(kept), **ds_config}
         if config.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
         teacher_model = freeze(

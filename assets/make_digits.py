@@ -329,8 +329,8 @@ the classifier finds to be what was asked for. Under the ten words {words:.1%} a
 |---|---|---|---|---|---|
 {table}
 
-Median pixel distance to the nearest training picture: {nearest:.2f} for samples of "any digit", {other:.2f} from a real digit to the
-nearest other one.
+Median pixel distance to the nearest training picture: {nearest:.2f} for samples of "any digit", {other:.2f} from a real
+digit to the nearest other one.
 
 ## Use and limits
 For tests, demonstrations and experiments on distillation. It draws coarse digits and knows nothing else.

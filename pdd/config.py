@@ -94,7 +94,9 @@ class Guidance:
     )
     negative_prompt: str = knob("", "prompt of cfg_uncond negative_prompt; a row of the dataset must have it")
     uncond_skip_layer: int | None = knob(
-        None, "block left out of the unconditional forward (the paper: 10 of Wan 1.3B, 12 of 14B); none if not given", "block"
+        None,
+        "block left out of the unconditional forward (the paper: 10 of Wan 1.3B, 12 of 14B); none if not given",
+        "block",
     )
     guidance_rescale: bool = knob(False, "give every guided token the norm of the conditional one")
 
@@ -350,9 +352,7 @@ NUMBERS = ("shift", "loss_weights", "teacher_guidance_scale")  # mappings whose 
 def _mapping(name: str, value: Any) -> dict:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is {value!r}; allowed is a mapping such as {{name: value}}")
-    return {
-        k: (_number(float, f"{name}[{k}]", v) if name in NUMBERS else v) for k, v in value.items()
-    }
+    return {k: (_number(float, f"{name}[{k}]", v) if name in NUMBERS else v) for k, v in value.items()}
 
 
 def _text(name: str, value: Any) -> str:

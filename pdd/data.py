@@ -14,7 +14,6 @@ from pdd.backbones.base import State
 from pdd.config import Config, ConfigError, unknown
 from pdd.draws import Shuffle
 
-
 ENCODING = "pdd_encoding.json"  # beside a dataset: what encoded it
 
 

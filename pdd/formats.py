@@ -51,7 +51,9 @@ def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transfo
 def text_pipeline(folder: Path, dtype: torch.dtype, device: str) -> Any:
     """The pipeline of a folder with its tokenizers and text encoders only."""
     index = read_json(folder / "model_index.json")
-    parts = {n: None for n, v in index.items() if isinstance(v, list) and (v[0] is None or not n.startswith(("text", "tok")))}
+    parts = {
+        n: None for n, v in index.items() if isinstance(v, list) and (v[0] is None or not n.startswith(("text", "tok")))
+    }
     return getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype, **parts).to(device)
 
 

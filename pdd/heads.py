@@ -81,13 +81,14 @@ class ParallelHead(nn.Module):
         combine = combine.to(self.weight.device, dtype)
         weight = combine.new_empty(*combine.shape[:2], *self.weight.shape[1:])
         bias = None if self.bias is None else combine.new_empty(*combine.shape[:2], self.bias.shape[1])
-        for start in lo.unique().tolist():
-            rows = torch.nonzero(lo == start)[:, 0].to(self.weight.device)
-            band = combine[rows]  # [b, D, W]
-            window = slice(start, start + width)
-            weight[rows] = torch.einsum("bdw,woi->bdoi", band, self.weight[window].to(dtype))
-            if bias is not None:
-                bias[rows] = torch.einsum("bdw,wo->bdo", band, self.bias[window].to(dtype))
+        with torch.autocast(combine.device.type, enabled=False):  # sums over many heads stay in float32
+            for start in lo.unique().tolist():
+                rows = torch.nonzero(lo == start)[:, 0].to(self.weight.device)
+                band = combine[rows]  # [b, D, W]
+                window = slice(start, start + width)
+                weight[rows] = torch.einsum("bdw,woi->bdoi", band, self.weight[window].to(dtype))
+                if bias is not None:
+                    bias[rows] = torch.einsum("bdw,wo->bdo", band, self.bias[window].to(dtype))
         return weight, bias
 
     @torch.no_grad()

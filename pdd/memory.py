@@ -84,7 +84,9 @@ def activations(config: Config, transformer: torch.nn.Module, backbone: Backbone
 
 def report(figures: dict[str, int], ranks: int) -> str:
     """The estimate as text."""
-    counts = f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads; per rank of {ranks}:"
+    counts = (
+        f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads; per rank of {ranks}:"
+    )
     names = ("weights", "gradients", "optimizer", "teacher", "activations", "total")
     return "\n".join([counts, *(f"{name:>12} {readable(figures[name]):>12}" for name in names)])
 

@@ -39,7 +39,9 @@ class PDDScheduler(FlowMatchEulerDiscreteScheduler):
         """
         shifts = {m: s.shift for m, s in student.grid.schedules.items()}
         if len(set(shifts.values())) > 1:
-            raise ValueError(f"the student's modalities have different shifts {shifts}; a stock pipeline steps them alike")
+            raise ValueError(
+                f"the student's modalities have different shifts {shifts}; a stock pipeline steps them alike"
+            )
         scheduler = cls(shift=1.0)
         scheduler.student, scheduler.force = student, force
         return scheduler

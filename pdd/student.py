@@ -48,7 +48,9 @@ class Velocity(nn.Module):
                 directions[name] = plans[name].num_directions
         return self.backbone.forward(self.transformer, state, sigma, cond, directions)
 
-    def _skipping(self, state: State, sigma: dict[str, Tensor], cond: dict[str, Tensor], layer: int, past: Tensor) -> State:
+    def _skipping(
+        self, state: State, sigma: dict[str, Tensor], cond: dict[str, Tensor], layer: int, past: Tensor
+    ) -> State:
         """The block still runs, for all samples: ZeRO-3 gathers what it expects, and one batch serves both kinds."""
 
         def keep_input(block: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> Tensor:

@@ -17,10 +17,12 @@ def build(folder: Path, **changes) -> None:
     torch.manual_seed(0)
     transformer = FluxTransformer2DModel(**{
         "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2,
-        "joint_attention_dim": 12, "pooled_projection_dim": 10, "guidance_embeds": True, "axes_dims_rope": (2, 2, 4), **changes
+        "joint_attention_dim": 12, "pooled_projection_dim": 10, "guidance_embeds": True,
+        "axes_dims_rope": (2, 2, 4), **changes,
     })  # fmt: skip
     vae = AutoencoderKL(
-        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
         latent_channels=4, norm_num_groups=4, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06,
         scaling_factor=1.5,
     )  # fmt: skip
@@ -62,6 +64,7 @@ def stock(
     height, width = (side * 2 for side in sides)
     tokens = pipe(
         **cond, **negative, latents=pipe._pack_latents(state["image"], batch, channels, *sides), sigmas=sigmas["image"],
-        num_inference_steps=len(sigmas["image"]), true_cfg_scale=guidance, height=height, width=width, output_type="latent",
+        num_inference_steps=len(sigmas["image"]), true_cfg_scale=guidance, height=height, width=width,
+        output_type="latent",
     ).images  # fmt: skip
     return {"image": pipe._unpack_latents(tokens, height, width, pipe.vae_scale_factor)}

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 from diffusers import (
-    AutoencoderKLLTX2Audio, AutoencoderKLLTX2Video, FlowMatchEulerDiscreteScheduler, LTX2Pipeline,
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
+    FlowMatchEulerDiscreteScheduler,
+    LTX2Pipeline,
     LTX2VideoTransformer3DModel,
 )  # fmt: skip
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder

@@ -31,11 +31,13 @@ def build(folder: Path, **changes) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     )
-    QwenImagePipeline(transformer=transformer, vae=vae, scheduler=scheduler, **dict.fromkeys(ABSENT)).save_pretrained(folder)
+    QwenImagePipeline(transformer=transformer, vae=vae, scheduler=scheduler, **dict.fromkeys(ABSENT)).save_pretrained(
+        folder
+    )
 
 
 def conditioning(batch: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random conditioning, every column as the dataset holds it ``[B, ...]``; texts of several lengths, padded with noise."""
+    """Random conditioning, every column ``[B, ...]``; texts of several lengths, padded with noise."""
     g = torch.Generator().manual_seed(seed)
     mask = torch.ones(batch, 7, dtype=torch.int64)
     for i in range(batch):
@@ -68,6 +70,7 @@ def stock(
     height, width = (side * 2 for side in sides)
     tokens = pipe(
         **cond, **negative, latents=pipe._pack_latents(state["image"], batch, channels, *sides), sigmas=sigmas["image"],
-        num_inference_steps=len(sigmas["image"]), true_cfg_scale=guidance, height=height, width=width, output_type="latent",
+        num_inference_steps=len(sigmas["image"]), true_cfg_scale=guidance, height=height, width=width,
+        output_type="latent",
     ).images  # fmt: skip
     return {"image": pipe._unpack_latents(tokens, height, width, pipe.vae_scale_factor)[:, :, 0]}

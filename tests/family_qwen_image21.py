@@ -55,7 +55,7 @@ def build(folder: Path, **changes) -> None:
 
 
 def conditioning(batch: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random conditioning, every column as the dataset holds it ``[B, ...]``; texts of several lengths, padded with noise."""
+    """Random conditioning, every column ``[B, ...]``; texts of several lengths, padded with noise."""
     g = torch.Generator().manual_seed(seed)
     mask = torch.ones(batch, 7, dtype=torch.int64)
     for i in range(batch):
@@ -84,12 +84,15 @@ def stock(
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
     pipe.set_progress_bar_config(disable=True)
     # its own encoding pads to the longest text
-    cond, uncond = ({n: v[:, : c["prompt_embeds_mask"].sum(1).max()] for n, v in c.items()} for c in (cond, uncond or cond))
+    cond, uncond = (
+        {n: v[:, : c["prompt_embeds_mask"].sum(1).max()] for n, v in c.items()} for c in (cond, uncond or cond)
+    )
     negative = {f"negative_{name}": value for name, value in uncond.items()} if guidance != 1 else {}
     batch, channels, *sides = state["image"].shape
     height, width = (side * 16 for side in sides)
     tokens = pipe(
         **cond, **negative, latents=pipe._pack_latents(state["image"], batch, channels, *sides), sigmas=sigmas["image"],
-        num_inference_steps=len(sigmas["image"]), true_cfg_scale=guidance, height=height, width=width, output_type="latent",
+        num_inference_steps=len(sigmas["image"]), true_cfg_scale=guidance, height=height, width=width,
+        output_type="latent",
     ).images  # fmt: skip
     return {"image": pipe._unpack_latents(tokens, height, width, 16)[:, :, 0]}

@@ -123,7 +123,11 @@ def test_a_trained_student_samples_in_the_stock_pipeline_as_our_walk(family, tmp
     ours = endpoint(FusedStudent(transformer, backbone, grid).block(cond), state, grid, nodes)
     pipe = load_student(tmp_path, text_encoders=False)
     made = pipe(
-        **cond, **backbone.to_pipeline(state), **backbone.pipeline_arguments(), num_inference_steps=3, output_type="latent"
+        **cond,
+        **backbone.to_pipeline(state),
+        **backbone.pipeline_arguments(),
+        num_inference_steps=3,
+        output_type="latent",
     )
     theirs = backbone.from_pipeline(made if len(backbone.modalities) > 1 else made[0])
     assert_close(theirs, ours)

@@ -46,7 +46,10 @@ def teacher(tmp_path_factory):
         ))  # fmt: skip
 
     bare = StableDiffusion3Pipeline.from_pretrained(
-        folder, **dict.fromkeys(["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"])
+        folder,
+        **dict.fromkeys(
+            ["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"]
+        ),
     )
     StableDiffusion3Pipeline(
         transformer=bare.transformer, scheduler=bare.scheduler, vae=bare.vae, text_encoder=clip_encoder(4, 4), tokenizer=clip,
@@ -160,14 +163,18 @@ def with_text_encoders(name, folder):
 
 
 def t5_encoder(cls, config):
-    return cls(config(vocab_size=len(PIECES), d_model=12, d_kv=4, d_ff=8, num_layers=1, num_heads=2, is_encoder_decoder=False))
+    return cls(
+        config(vocab_size=len(PIECES), d_model=12, d_kv=4, d_ff=8, num_layers=1, num_heads=2, is_encoder_decoder=False)
+    )
 
 
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_other_families_embeddings_are_the_stock_pipeline_s(name, warm, tmp_path):
     kind = with_text_encoders(name, tmp_path / "teacher")
     source, flags = write_prompts(tmp_path, "txt"), ["--max_sequence_length", "16"]
-    code, output = warm("encode", "--teacher", tmp_path / "teacher", "--prompts", source, "--out", tmp_path / "data", *flags)
+    code, output = warm(
+        "encode", "--teacher", tmp_path / "teacher", "--prompts", source, "--out", tmp_path / "data", *flags
+    )
     assert code == 0, output
     rows = load_from_disk(str(tmp_path / "data")).with_format("torch")[1:]
     pipe = kind.from_pretrained(tmp_path / "teacher")

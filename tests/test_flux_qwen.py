@@ -50,7 +50,8 @@ def test_time_is_not_rounded_to_bfloat16(family):
     assert sigma[0].bfloat16() == sigma[1].bfloat16()
     cond = {c: v.expand(2, *v.shape[1:]) for c, v in module.conditioning(1, 1).items()}
     noise = torch.randn(1, *backbone.latent_shapes()["image"], generator=torch.Generator().manual_seed(0))
-    v = backbone.forward(transformer, {"image": noise.repeat(2, 1, 1, 1)}, {"image": sigma}, cond, {"image": 1})["image"]
+    state = {"image": noise.repeat(2, 1, 1, 1)}
+    v = backbone.forward(transformer, state, {"image": sigma}, cond, {"image": 1})["image"]
     assert v.dtype == torch.float32 and len(seen[0]) == 2 + (name == "qwen_image21")
     known = features(torch.cat([sigma, torch.zeros(len(seen[0]) - 2)]))  # 2.1 has a row for text, whose time is 0
     torch.testing.assert_close(seen[0].double(), known, rtol=0, atol=2**-8)  # bfloat16 of numbers up to 1
@@ -75,15 +76,16 @@ def test_time_is_not_rounded_in_a_bfloat16_run(family, warm, tmp_path):
     """Under ZeRO-3 with checkpointing, of teacher and student: every time embedded is a node of the grid."""
     _, module, folder, backbone = family
     cond = module.conditioning(1, 1)
-    Dataset.from_dict({"prompt": ["a thing"], **{c: v.tolist() for c, v in cond.items()}}).save_to_disk(str(tmp_path / "data"))
+    rows = {"prompt": ["a thing"], **{c: v.tolist() for c, v in cond.items()}}
+    Dataset.from_dict(rows).save_to_disk(str(tmp_path / "data"))
     ds_config = json.loads((REPO / "ds_configs" / "zero3.json").read_text())
     ds_config["bf16"] = {"enabled": True}
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
     prelude = RECORD.format(path=str(tmp_path / "seen.safetensors"))
     warm.train(
-        tmp_path / "run", "--ds_config", tmp_path / "ds.json", "--teacher", folder, "--data", tmp_path / "data", "--type_rk",
-        "euler", "--max_train_steps", "2", "--block_size_min", "8", "--gradient_checkpointing", "true", "--shift", "3",
-        *(f"--{side}={getattr(module.SIZE, side)}" for side in ("height", "width")), prelude=prelude,
+        tmp_path / "run", "--ds_config", tmp_path / "ds.json", "--teacher", folder, "--data", tmp_path / "data",
+        "--type_rk", "euler", "--max_train_steps", "2", "--block_size_min", "8", "--gradient_checkpointing", "true",
+        "--shift", "3", *(f"--{side}={getattr(module.SIZE, side)}" for side in ("height", "width")), prelude=prelude,
     )  # fmt: skip
     seen = load_file(tmp_path / "seen.safetensors")["seen"].double()
     nodes = Grid(16, {"image": 3.0}).sigma["image"][:-1]
@@ -127,7 +129,8 @@ def test_sizes(family):
     assert (height * pipe.vae_scale_factor, width * pipe.vae_scale_factor) == (wanted.height, wanted.width)
     for name in ("height", "width"):
         for bad in (wanted.height + pipe.vae_scale_factor, 0, -wanted.height):
-            with pytest.raises(ValueError, match=f"^{name} is {bad}; allowed are multiples of {2 * pipe.vae_scale_factor}$"):
+            message = f"^{name} is {bad}; allowed are multiples of {2 * pipe.vae_scale_factor}$"
+            with pytest.raises(ValueError, match=message):
                 read_backbone(folder, Size(**{name: bad})).latent_shapes()
 
 
@@ -170,7 +173,8 @@ def test_padding_of_text_changes_nothing(module, tmp_path):
     def velocity(embeds, length):
         mask = (torch.arange(embeds.shape[1]) < length)[None].long()
         cond = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
-        return backbone.forward(transformer, {"image": noise}, {"image": torch.tensor([0.7])}, cond, {"image": 1})["image"]
+        sigma = {"image": torch.tensor([0.7])}
+        return backbone.forward(transformer, {"image": noise}, sigma, cond, {"image": 1})["image"]
 
     plain = velocity(embeds[:, :5], 5)
     torch.testing.assert_close(velocity(embeds, 5), plain)

@@ -7,7 +7,6 @@ import av
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
 from datasets import Dataset
 from PIL import Image
 

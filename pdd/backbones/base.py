@@ -94,7 +94,9 @@ class Backbone:
         if layer is None:
             return
         if self.blocks is None:
-            raise ValueError(f"uncond_skip_layer is {layer}; allowed is none, {type(self).__name__} cannot skip a block")
+            raise ValueError(
+                f"uncond_skip_layer is {layer}; allowed is none, {type(self).__name__} cannot skip a block"
+            )
         if not 0 <= layer < self.config["num_layers"]:
             raise ValueError(f"uncond_skip_layer is {layer}; allowed are 0 to {self.config['num_layers'] - 1}")
 

@@ -1,4 +1,4 @@
-"""Flux.1: pictures ``[B, C, H, W]`` packed into tokens ``[B, H/2 * W/2, 4C]``, time ``sigma``, velocity ``eps - x0``."""
+"""Flux.1: pictures ``[B, C, H, W]`` packed to tokens ``[B, H/2 * W/2, 4C]``, time ``sigma``, velocity ``eps - x0``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMBEDDED_GUIDANCE = 3.5
 
 
 class Packed(Backbone):
-    """Families whose pipeline packs pictures into tokens ``(C, ph, pw)`` and whose transformer passes tokens through."""
+    """Families whose pipeline packs pictures to tokens ``(C, ph, pw)`` and whose transformer passes tokens through."""
 
     heads = {"image": Head("proj_out")}
     patch = 2  # side of the square of latents that one token holds
@@ -68,7 +68,8 @@ class Packed(Backbone):
             height: H, in latents.
         """
         return at_least_float32(rearrange(
-            tokens, "b (h w) (d c p q) -> b d c (h p) (w q)", d=directions, p=self.patch, q=self.patch, h=height // self.patch
+            tokens, "b (h w) (d c p q) -> b d c (h p) (w q)", d=directions, p=self.patch, q=self.patch,
+            h=height // self.patch,
         ))  # fmt: skip
 
     def token_norm(self, velocity: State) -> State:
@@ -100,7 +101,9 @@ class Flux(Packed):
         super().__init__(configs, size)
         taken, given = self.config["in_channels"], self.config.get("out_channels")
         if given not in (None, taken):
-            raise ValueError(f"transformer takes {taken} channels and gives {given}; allowed is a Flux without input pictures")
+            raise ValueError(
+                f"transformer takes {taken} channels and gives {given}; allowed is a Flux without input pictures"
+            )
 
     @property
     def scale(self) -> int:

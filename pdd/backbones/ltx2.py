@@ -19,8 +19,8 @@ class LTX2(Backbone):
     """Tokens pass through the transformer, one per video latent ``(C)`` and one per audio latent frame ``(C, M)``.
 
     A dataset's ``prompt_embeds`` are what the checkpoint's text connectors return, the video's and the audio's side by
-    side ``[B, T, Cv + Ca]``, with the connectors' mask ``[B, T]``: the text encoder's own states, of all its layers, would
-    be a thousand times as large. Guidance is plain and one scale for both modalities; spatio-temporal and cross-modal
+    side ``[B, T, Cv + Ca]``, with the connectors' mask ``[B, T]``: the text encoder's own states, of all its layers,
+    would be many times as large. Guidance is plain and one scale for both modalities; spatio-temporal and cross-modal
     guidance are not the teacher's.
     """
 
@@ -146,5 +146,5 @@ class Connected:
     def __init__(self, widths: list[int]):
         self.widths = widths
 
-    def __call__(self, prompt_embeds: Tensor, mask: Tensor, padding_side: str = "left") -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, prompt_embeds: Tensor, mask: Tensor, padding_side: str = "left") -> tuple[Tensor, ...]:
         return *prompt_embeds.split(self.widths, -1), mask

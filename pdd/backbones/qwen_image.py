@@ -1,4 +1,4 @@
-"""Qwen-Image: pictures ``[B, C, H, W]`` packed into tokens ``[B, H/2 * W/2, 4C]``, time ``sigma``, velocity ``eps - x0``."""
+"""Qwen-Image: pictures ``[B, C, H, W]`` packed to tokens ``[B, T, 4C]``, time ``sigma``, velocity ``eps - x0``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEED_MORE = ("use_additional_t_cond", "use_layer3d_rope", "zero_cond_t", "guidan
 
 
 class QwenImage(Packed):
-    """Qwen-Image from text alone. Its pipeline always rescales the guided velocity: ``guidance_rescale`` on is its own way.
+    """Qwen-Image from text alone. Its pipeline always rescales the guided velocity, as ``guidance_rescale`` does.
 
     The VAE's latents have a frame axis of one, which a state leaves out. Padded text changes nothing: it is masked, and
     a picture's positions do not count it; so conditional and unconditional samples padded alike share a forward.
@@ -57,7 +57,7 @@ class QwenImage(Packed):
 
 
 def without_padding(embeds: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Text ``[B, L, E]`` cut to the batch's longest, and its mask ``[B, L]``; None, as attention is then fastest, if all is text."""
+    """Text ``[B, L, E]`` cut to the batch's longest, and its mask ``[B, L]``; None, the fastest, where all is text."""
     mask = mask.bool()
     used = mask.any(0).nonzero()
     length = int(used[-1]) + 1 if len(used) else 1

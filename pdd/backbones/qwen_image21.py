@@ -1,4 +1,4 @@
-"""Qwen-Image 2.1: pictures ``[B, C, H, W]`` flattened into tokens ``[B, H * W, C]``, time ``sigma``, velocity ``eps - x0``."""
+"""Qwen-Image 2.1: pictures ``[B, C, H, W]`` packed to tokens ``[B, T, C]``, time ``sigma``, velocity ``eps - x0``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pdd.backbones.qwen_image import without_padding
 class QwenImage21(Packed):
     """Qwen-Image 2.1 from text alone: one stream of text and then picture tokens, velocities of both in its output.
 
-    The text's length places the picture on the frame axis, padding included. So text is cut to the longest of the batch,
-    as its pipeline encodes it, and the two samples of a guided velocity, whose texts differ, do not share a forward.
+    The text's length places the picture on the frame axis, padding included. So text is cut to the longest of the
+    batch, as its pipeline encodes it, and the two samples of a guided velocity, whose texts differ, share no forward.
     """
 
     columns = ("prompt_embeds", "prompt_embeds_mask")

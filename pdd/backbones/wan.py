@@ -27,7 +27,7 @@ class Wan(Backbone):
         super().__init__(configs, size)
         channels, out = self.config["in_channels"], self.config["out_channels"]
         if out and channels != out:
-            raise ValueError(f"transformer takes {channels} channels and gives {out}; allowed is text-to-video: as many")
+            raise ValueError(f"transformer takes {channels} channels and gives {out}; allowed is text-to-video")
 
     @property
     def heads(self) -> dict[str, Head]:
@@ -75,7 +75,7 @@ class Wan(Backbone):
         dtype = transformer.proj_out.weight.dtype
         out = transformer(
             hidden_states=state["video"].to(dtype),
-            # [B] for Wan 2.2 TI2V too: it takes a time per token for a clean first frame, and from text all are the same
+            # [B] for Wan 2.2 TI2V too: it takes a time per token for a clean first frame; from text all are the same
             timestep=sigma["video"] * 1000,
             encoder_hidden_states=cond["prompt_embeds"].to(dtype),
             return_dict=False,
