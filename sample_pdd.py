@@ -121,8 +121,9 @@ def sample(args) -> None:
 def call(pipe, backbone, cond, state, steps: int) -> list:
     """One batch through the stock pipeline: (picture or frames in [0, 1], sound or None) of every sample."""
     decodes = getattr(pipe, "vae", None) is not None
+    cond = {column: value.to(pipe.dtype) if value.is_floating_point() else value for column, value in cond.items()}
     result = pipe(
-        **{column: value.to(pipe.dtype) if value.is_floating_point() else value for column, value in cond.items()},
+        **backbone.pipeline_condition(cond),
         **backbone.to_pipeline(state),
         **backbone.pipeline_arguments(),
         num_inference_steps=steps,

@@ -123,7 +123,7 @@ def test_a_trained_student_samples_in_the_stock_pipeline_as_our_walk(family, tmp
     ours = endpoint(FusedStudent(transformer, backbone, grid).block(cond), state, grid, nodes)
     pipe = load_student(tmp_path, text_encoders=False)
     made = pipe(
-        **cond,
+        **backbone.pipeline_condition(cond),
         **backbone.to_pipeline(state),
         **backbone.pipeline_arguments(),
         num_inference_steps=3,

@@ -15,10 +15,12 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from safetensors.torch import load_file
 
 from pdd.backbones import Size, backbone_for, read_backbone
-from pdd.formats import load_transformer
+from pdd.config import Config
+from pdd.formats import contract, load_transformer, save_student
 from pdd.grid import Grid
+from pdd.pipeline import load_student
 from pdd.sampling import endpoint, initial
-from pdd.student import Velocity
+from pdd.student import FusedStudent, Velocity, widen
 from pdd.teacher import Teacher, Unconditional
 
 FAMILIES = {"flux": family_flux, "qwen_image": family_qwen_image, "qwen_image21": family_qwen_image21}
@@ -181,3 +183,26 @@ def test_padding_of_text_changes_nothing(module, tmp_path):
     torch.testing.assert_close(velocity(torch.cat([embeds, embeds + 1], 1), 5), plain)
     assert (velocity(embeds, 7) - plain).abs().max() > 1e-4
     assert torch.isfinite(velocity(embeds, 0)).all()
+
+
+def test_padded_text_does_not_move_the_picture_in_the_stock_pipeline(tmp_path):
+    """Qwen-Image 2.1 counts text into the picture's position; a dataset's rows are padded, its pipeline's are not."""
+    module = family_qwen_image21
+    module.build(tmp_path / "teacher")
+    backbone, grid = read_backbone(tmp_path / "teacher", module.SIZE), Grid(4, {"image": 2.0})
+    cond = module.conditioning(1, 9)
+    assert not cond["prompt_embeds_mask"].all()
+    noise = torch.randn(1, *backbone.latent_shapes()["image"], generator=torch.Generator().manual_seed(0))
+    state = initial({"image": noise}, grid)
+    transformer = widen(load_transformer(tmp_path / "teacher", torch.float32), backbone, 4).eval()
+    config = Config(teacher=str(tmp_path / "teacher"), pdd_steps=4, block_size_min=4, block_size_max=4)
+    save_student(tmp_path / "student", backbone, transformer.state_dict(), contract(config, grid, backbone, 1, False))
+    ours = endpoint(FusedStudent(transformer, backbone, grid).block(cond), state, grid, [0, 2, 4])["image"]
+
+    def sampled(condition):
+        pipe = load_student(tmp_path / "student", text_encoders=False)
+        call = {**condition, **backbone.to_pipeline(state), **backbone.pipeline_arguments()}
+        return backbone.from_pipeline(pipe(**call, num_inference_steps=2, output_type="latent")[0])["image"]
+
+    torch.testing.assert_close(sampled(backbone.pipeline_condition(cond)), ours, rtol=1e-4, atol=1e-4)
+    assert (sampled(cond) - ours).abs().max() > 1e-3

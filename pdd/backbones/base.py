@@ -147,6 +147,10 @@ class Backbone:
     def fit_pipeline(self, pipe: Any) -> None:
         """Let a stock pipeline that was loaded without its text encoders take a dataset's columns."""
 
+    def pipeline_condition(self, cond: dict[str, Tensor]) -> dict[str, Any]:
+        """Arguments of the stock pipeline that stand for a dataset's conditioning."""
+        return dict(cond)
+
     def to_pipeline(self, state: State) -> dict[str, Any]:
         """Arguments of the stock pipeline that make it start from a state."""
         (latents,) = state.values()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -49,3 +51,8 @@ class QwenImage21(Packed):
                 return_dict=False,
             )[0]  # [B, L + T, D * C]
         return {"image": self.unpack(out[:, -tokens.shape[1] :], directions["image"], image.shape[2])}
+
+    def pipeline_condition(self, cond: dict[str, Tensor]) -> dict[str, Any]:
+        # the stock pipeline would count padding into the picture's position
+        embeds, mask = without_padding(cond["prompt_embeds"], cond["prompt_embeds_mask"])
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
