@@ -84,12 +84,14 @@ def train(argv: list[str]) -> int:
         ds_config = fill_ds_config(ds_config, config, processes.world, processes.on_accelerator)
         dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
 
-        transformer = widen(load_transformer(config.teacher_dir, dtype), backbone, config.pdd_steps)
+        try:
+            base = load_transformer(config.teacher_dir, dtype)
+            transformer = widen(load_transformer(config.teacher_dir, dtype), backbone, config.pdd_steps)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if config.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
-        teacher_model = freeze(
-            Velocity(load_transformer(config.teacher_dir, dtype), backbone), ds_config, processes.device
-        )
+        teacher_model = freeze(Velocity(base, backbone), ds_config, processes.device)
         engine = Engine(
             Velocity(transformer, backbone),
             head_parameters(transformer),
@@ -105,7 +107,8 @@ def train(argv: list[str]) -> int:
         folder = Path(processes.from_first(str(folder or runs.new_run_name(args.recipe))))
         step = 0
         if config.resume:
-            step, mine = engine.load(folder)
+            saved, mine = engine.load(folder)
+            step, teacher.uncond_forwards = saved["step"], saved["uncond_forwards"]
             if objective.carry is not None:
                 objective.carry.load_state_dict(mine, processes.device)
         first = processes.rank == 0
@@ -178,13 +181,9 @@ def train(argv: list[str]) -> int:
 def shifts(config: Config, backbone) -> dict[str, float]:
     """Modality -> shift: the knob where it says one, the checkpoint's scheduler elsewhere."""
     own = backbone.shifts()
-    given = (
-        config.shift
-        if isinstance(config.shift, dict)
-        else {}
-        if config.shift is None
-        else dict.fromkeys(own, config.shift)
-    )
+    given = config.shift or {}
+    if not isinstance(given, dict):
+        given = dict.fromkeys(own, given)
     scales = config.teacher_guidance_scale if isinstance(config.teacher_guidance_scale, dict) else {}
     tables = {"shift": given, "loss_weights": config.loss_weights, "teacher_guidance_scale": scales}
     for name, table in tables.items():

@@ -409,8 +409,8 @@ class Engine:
                 shutil.rmtree(old)
         dist.barrier()
 
-    def load(self, run: Path) -> tuple[int, dict[str, Tensor]]:
-        """Load the checkpoint that ``latest`` names: ``(step, this rank's own tensors)``.
+    def load(self, run: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Load the checkpoint that ``latest`` names: ``(the facts of its state.json, this rank's own tensors)``.
 
         Raises:
             ConfigError: it is missing, or was saved by another number of ranks.
@@ -430,7 +430,7 @@ class Engine:
             raise ConfigError(f"checkpoint {str(folder)!r} cannot be loaded by DeepSpeed")
         self.updates = facts["step"]
         mine = folder / f"trajectories-{dist.get_rank():05d}.safetensors"
-        return facts["step"], (load_file(mine) if mine.exists() else {})
+        return facts, (load_file(mine) if mine.exists() else {})
 
 
 def freeze(model: nn.Module, ds_config: dict[str, Any], device: torch.device) -> Any:

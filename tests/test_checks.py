@@ -164,6 +164,23 @@ def test_a_teacher_of_an_unknown_family(warm, tmp_path):
     assert "'NovelTransformer' is not supported" in refused(warm, tmp_path, "--teacher", tmp_path / "teacher")
 
 
+@pytest.mark.parametrize("damage", ["truncated", "missing", "another shape"])
+def test_damaged_teacher_weights(damage, warm, tmp_path):
+    """Found when they are read, and nothing is written then either."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(TEACHER, tmp_path / "teacher")
+    weights = tmp_path / "teacher" / "transformer" / "diffusion_pytorch_model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "missing":
+        weights.unlink()
+    else:
+        save_file({**load_file(weights), "proj_out.bias": load_file(weights)["proj_out.bias"][:2].clone()}, weights)
+    message = refused(warm, tmp_path, "--teacher", tmp_path / "teacher")
+    assert ("proj_out.bias" if damage == "another shape" else "diffusion_pytorch_model.safetensors") in message
+
+
 def test_a_dataset_without_the_family_s_columns(warm, tmp_path):
     rows = load_from_disk(str(TEACHER / "conditioning"))
     rows.remove_columns("pooled_prompt_embeds").save_to_disk(str(tmp_path / "data"))

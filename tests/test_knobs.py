@@ -180,6 +180,12 @@ def test_run_names_the_folder_and_resume_goes_on_in_it(warm, tmp_path):
     assert len(loss(run)) == 6
 
 
+def test_unconditional_forwards_are_counted_across_a_resume(warm, tmp_path):
+    run = warm.train(tmp_path / "run", *GUIDED, "--stop_after", "2")
+    assert warm("train", "--ds_config", "ds_configs/zero3.json", "--resume", "--run", run)[0] == 0
+    assert lines(run, "teacher_uncond_forwards") == [1, 2, 3, 4, 5, 6]
+
+
 def test_learning_rates_of_the_recipe_are_applied_again_on_resume(warm, tmp_path):
     run = warm.train(tmp_path / "run", "--stop_after", "2")
     resume = ["--ds_config", "ds_configs/zero3.json", "--resume", "--run", run, "--learning_rate", "5e-4"]
