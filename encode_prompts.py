@@ -16,7 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from pdd.config import ConfigError, Parser, resolve
+from pdd.config import ConfigError, Parser, model_folder
 
 
 def parser() -> Parser:
@@ -93,7 +93,7 @@ def encode(args) -> None:
     from pdd.formats import text_pipeline
     from pdd.run import write_json
 
-    teacher, out = resolve(args.teacher), Path(args.out)
+    teacher, out = model_folder(args.teacher, "text_encoder*/*", "tokenizer*/*"), Path(args.out)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     for name in ("batch", "part"):
         if getattr(args, name) < 1:

@@ -10,8 +10,10 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def knob(default: Any, help: str, unit: str = "", choices: Sequence[str] = (), f
 class Model:
     """teacher and grid"""
 
-    teacher: str = knob("", "folder of the teacher, as Diffusers saves a pipeline", fixed=True)
+    teacher: str = knob("", "the teacher: a folder as Diffusers saves a pipeline, or a hub's owner/name", fixed=True)
     pdd_steps: int = knob(256, "N: intervals of the fine grid, one head each", fixed=True)
     shift: float | dict | None = knob(
         None, "rational time shift of the grid, one number or modality: number; the teacher's scheduler's if not given",
@@ -273,7 +275,7 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
 
     @property
     def teacher_dir(self) -> Path:
-        return resolve(self.teacher)
+        return model_folder(self.teacher, "transformer/*.safetensors", "features/*", "latents/*", "conditioning/*")
 
     @property
     def data_dir(self) -> Path:
@@ -306,6 +308,25 @@ def resolve(path: str) -> Path:
     """A path as given, or relative to the repository where only that exists (recipes name ``assets/...``)."""
     here = Path(path).expanduser()
     return here if here.exists() or not (ROOT / here).exists() else ROOT / here
+
+
+@lru_cache
+def model_folder(name: str, *patterns: str) -> Path:
+    """Folder of a pipeline: a local one, or that of a hub's ``owner/name``, fetched as far as ``patterns`` and JSON go.
+
+    Raises:
+        ConfigError: the name looks like a hub's, and the hub (or its cache, offline) does not have it.
+    """
+    here = resolve(name)
+    if here.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return here
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", *patterns]))
+    except Exception as error:  # whatever its network layers raise
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"teacher {name!r} is not a folder, and the hub does not give it: {reason}") from None
 
 
 # ---------------------------------------------------------------------------------------------- values

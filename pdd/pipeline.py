@@ -12,11 +12,15 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import nn
 
 from pdd.backbones import read_json
-from pdd.config import resolve
+from pdd.config import model_folder
 from pdd.formats import LoadedStudent, read_student
 from pdd.student import FusedStudent
 
 TEXT = ("text_encoder", "tokenizer", "image_encoder", "feature_extractor", "connectors")  # by the start of their names
+
+# of a pipeline on a hub; the transformer is the student's own
+BUT_TEXT = ("vae/*", "audio_vae/*", "vocoder/*")
+EVERYTHING = (*BUT_TEXT, "text_encoder*/*", "tokenizer*/*", "connectors/*", "image_encoder/*", "feature_extractor/*")
 
 
 class PDDScheduler(FlowMatchEulerDiscreteScheduler):
@@ -100,7 +104,7 @@ def load_student(
         ValueError: no student there, or no teacher.
     """
     student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, device)
-    folder = resolve(str(base_model or student.facts["base_model"]))
+    folder = model_folder(str(base_model or student.facts["base_model"]), *(EVERYTHING if text_encoders else BUT_TEXT))
     index = read_json(folder / "model_index.json")
     parts: dict[str, Any] = {}
     for name, value in index.items():

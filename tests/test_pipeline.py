@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import TEACHER
+from conftest import ENVIRONMENT, REPO, SMALL, TEACHER, TRAIN
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 
@@ -89,3 +91,30 @@ def test_a_damaged_student_is_refused_by_name(damage, message, baseline, tmp_pat
     with pytest.raises(ValueError, match=message) as error:
         load_student(folder)
     assert "\n" not in str(error.value)
+
+
+def as_on_a_hub(folder, cache, name="lab/digits"):
+    """The hub's cache as it is once ``folder`` has been fetched."""
+    repository = cache / "hub" / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
+
+
+def test_a_teacher_by_its_hub_name(tmp_path):
+    as_on_a_hub(TEACHER, tmp_path / "cache")
+    environment = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+
+    def script(*words):
+        command = [sys.executable, *map(str, words)]
+        return subprocess.run(command, cwd=REPO, env=environment, text=True, capture_output=True, timeout=300)
+
+    run = tmp_path / "run"
+    done = script(*TRAIN, *SMALL, "--teacher", "lab/digits", "--run", run)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run / "student" / "pdd_config.json").read_text())["base_model"] == "lab/digits"
+    done = script("sample_pdd.py", "--run", run, "--steps", "2", "--num", "2")
+    assert done.returncode == 0 and (run / "sample-nfe2-seed0.png").exists(), done.stderr
+    done = script(*TRAIN, *SMALL, "--teacher", "lab/letters", "--run", tmp_path / "other")
+    assert done.returncode == 2 and done.stderr.count("error: teacher 'lab/letters' is not a folder") == 1, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "other").exists()
