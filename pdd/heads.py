@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -81,7 +83,9 @@ class ParallelHead(nn.Module):
         combine = combine.to(self.weight.device, dtype)
         weight = combine.new_empty(*combine.shape[:2], *self.weight.shape[1:])
         bias = None if self.bias is None else combine.new_empty(*combine.shape[:2], self.bias.shape[1])
-        with torch.autocast(combine.device.type, enabled=False):  # sums over many heads stay in float32
+        kind = combine.device.type  # meta, in a dry run, knows no autocast
+        float32 = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        with float32:  # sums over many heads stay in it
             for start in lo.unique().tolist():
                 rows = torch.nonzero(lo == start)[:, 0].to(self.weight.device)
                 band = combine[rows]  # [b, D, W]
