@@ -114,6 +114,53 @@ def test_an_interrupted_run_saves_and_resumes_as_if_nothing_had_happened(kind, r
     assert equal(student_weights(run), student_weights(ranks[2]))
 
 
+def test_a_crash_between_saves_leaves_no_line_twice_in_the_log(warm, tmp_path):
+    crash = """
+import pdd.objective
+call = pdd.objective.Objective.__call__
+def dying(self, step, round):
+    if step == 5: os._exit(1)
+    return call(self, step, round)
+pdd.objective.Objective.__call__ = dying
+"""
+    run = warm.train(tmp_path / "run", "--save_every", "2", "--max_train_steps", "7", prelude=crash, code=1)
+    assert lines(run, "step") == [1, 2, 3, 4, 5] and (run / "latest").read_text() == "step-000004\n"
+    assert warm("train", *TRAIN[1:], "--resume", "--run", run)[0] == 0
+    whole = warm.train(tmp_path / "whole", "--max_train_steps", "7")
+    assert lines(run, "step") == [1, 2, 3, 4, 5, 6, 7] and lines(run, "loss") == lines(whole, "loss")
+
+
+# -- validation ---------------------------------------------------------------------------------------
+
+
+def test_validation_is_the_endpoint_error_from_fixed_noise_at_the_grid_s_start(warm, tmp_path):
+    """A student that has not moved makes Euler steps; its error is computed here from its parts."""
+    from pdd.backbones import read_backbone
+    from pdd.data import Rows
+    from pdd.draws import noise
+    from pdd.formats import load_transformer
+    from pdd.grid import Grid
+    from pdd.metrics import endpoint_error
+    from pdd.run import resolve_training
+    from pdd.sampling import endpoint
+    from pdd.student import Velocity
+    from pdd.teacher import Teacher
+
+    flags = ["--grid_max_t", "0.6", "--learning_rate", "1e-30", "--head_learning_rate", "1e-30", "--validation_every", "6",
+             "--validation_steps", "2", "--validation_num", "3", "--validation_prompts", "one", "any digit"]  # fmt: skip
+    run = warm.train(tmp_path / "run", *flags)
+    config, _ = resolve_training(str(run / "config.yaml"), {"run": str(tmp_path / "other")})
+    backbone, grid = read_backbone(TEACHER), Grid(16, {"image": 1.0}, 0.6)
+    rows = Rows(config, backbone)
+    start = 0.6 * torch.stack([noise((1, 8, 8), 0, "validation", "image", i) for i in range(6)])
+    cond = rows.cond(torch.tensor([rows.find(p) for p in ("one",) * 3 + ("any digit",) * 3]), "cpu")
+    teacher = Teacher(Velocity(load_transformer(TEACHER, torch.float32), backbone), backbone, grid)
+    fine, coarse = (
+        endpoint(teacher.block(cond), {"image": start}, grid, list(range(0, 17, stride)))["image"] for stride in (1, 8)
+    )
+    assert lines(run, "validation_endpoint_error_2") == pytest.approx([endpoint_error(coarse, fine)], rel=1e-4)
+
+
 # -- stages and precisions ----------------------------------------------------------------------------
 
 
@@ -238,3 +285,16 @@ def test_compare_measures_student_and_euler_against_the_teacher(warm, baseline, 
     assert table["steps"]["16"]["euler_frechet"] == pytest.approx(table["teacher"]["frechet"], rel=1e-4)
     assert table["steps"]["1"]["euler_endpoint_error"] > 0.3
     assert (tmp_path / "compare.png").stat().st_size > 5000
+
+
+def test_euler_is_given_the_better_of_the_recipe_s_shift_and_shift_1(warm, baseline, tmp_path):
+    """Its Frechet distance on shift 1 does not depend on the run, and is the better one at 4 forwards."""
+    shifted = warm.train(tmp_path / "shifted", "--shift", "3")
+    tables = {}
+    for name, run in (("plain", baseline), ("shifted", shifted)):
+        flags = ["--steps", "4", "--compare", "--num", "60", "--prompt", "any digit", "--out", tmp_path / name]
+        assert warm("sample", "--run", run, *flags)[0] == 0
+        tables[name] = json.loads((tmp_path / name / "compare.json").read_text())
+    plain, other = (tables[name]["steps"]["4"]["euler_frechet"] for name in ("plain", "shifted"))
+    assert other == pytest.approx(plain, rel=1e-5)
+    assert tables["shifted"]["teacher"]["frechet"] != pytest.approx(tables["plain"]["teacher"]["frechet"], rel=1e-3)
