@@ -141,15 +141,23 @@ def encode(args) -> None:
             str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
         )
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-        pipe = text_pipeline(teacher, dtype, device)
+        try:
+            pipe = text_pipeline(teacher, dtype, device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         for start in tqdm(mine, disable=rank != 0, unit="part"):
             chunk, columns = prompts[start : start + args.part], []
             for i in range(0, len(chunk), args.batch):
-                with torch.no_grad():
-                    columns.append(backbone.encode_prompts(pipe, chunk[i : i + args.batch], args.max_sequence_length))
-            tensors = {c: torch.cat([part[c] for part in columns]).float().cpu() for c in backbone.columns}
-            kinds = {1: lambda s: List(Value("float32")), 2: lambda s: Array2D(s, "float32")}
-            features = {c: kinds[t.ndim - 1](tuple(t.shape[1:])) for c, t in tensors.items()}
+                try:
+                    with torch.no_grad():
+                        encoded = backbone.encode_prompts(pipe, chunk[i : i + args.batch], args.max_sequence_length)
+                except ValueError as error:
+                    raise ConfigError(str(error)) from None
+                columns.append(encoded)
+            tensors = {c: torch.cat([part[c] for part in columns]).cpu() for c in backbone.columns}
+            tensors = {c: t.float() if t.is_floating_point() else t for c, t in tensors.items()}  # masks are whole numbers
+            kinds = {1: lambda s, dtype: List(Value(dtype)), 2: Array2D}
+            features = {c: kinds[t.ndim - 1](tuple(t.shape[1:]), str(t.numpy().dtype)) for c, t in tensors.items()}
             rows = {"prompt": chunk, **{c: list(t.numpy()) for c, t in tensors.items()}}
             dataset = Dataset.from_dict(rows, features=Features({"prompt": Value("string"), **features}))
             unfinished = parts / f"{start:09d}.tmp"

@@ -129,7 +129,11 @@ def call(pipe, backbone, cond, state, steps: int) -> list:
         num_inference_steps=steps,
         output_type="pt" if decodes else "latent",
     )
-    pixels = result[0] if decodes else (backbone.to_images(backbone.from_pipeline(result[0])) + 1) / 2
+    if decodes:
+        pixels = result[0]
+    else:
+        latents = backbone.from_pipeline(result if len(backbone.modalities) > 1 else result[0])
+        pixels = (backbone.to_images(latents) + 1) / 2
     sounds = result.audio if decodes and hasattr(result, "audio") else [None] * len(pixels)
     return list(zip(pixels.cpu(), sounds))
 
@@ -151,7 +155,7 @@ def write(made: list, jobs: list, num: int, stem: Path, pipe, backbone) -> Path:
     stem.mkdir(exist_ok=True)
     for (frames, sound), (prompt, i) in zip(made, jobs):
         slug = "".join(c if c.isalnum() else "-" for c in prompt)[:40]
-        rate = pipe.vocoder.config.output_sampling_rate if sound is not None else 0
+        rate = backbone.sound_rate(pipe) if sound is not None else 0
         write_video(stem / f"{slug}-{i}.mp4", frames, backbone.frame_rate, sound, rate)
         if sound is not None:
             write_sound(stem / f"{slug}-{i}.wav", sound, rate)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -25,6 +26,7 @@ from pdd.run import write_json
 from pdd.student import widen
 
 CONTRACT = "pdd_config.json"
+MODULAR_INDEX = "modular_model_index.json"
 
 
 def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transformer") -> nn.Module:
@@ -48,13 +50,48 @@ def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transfo
     return transformer
 
 
+TEXT_PARTS = ("text", "tok")  # how the names of text encoders and tokenizers begin
+
+
 def text_pipeline(folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """The pipeline of a folder with its tokenizers and text encoders only."""
+    """The pipeline of a folder with its tokenizers and text encoders only.
+
+    Raises:
+        ValueError: a text encoder of a modular pipeline cannot be loaded.
+    """
+    if is_modular(folder):
+        parts = modular_components(folder, TEXT_PARTS, dtype)
+        for part in parts.values():
+            if isinstance(part, nn.Module):
+                part.to(device)
+        return SimpleNamespace(**parts, device=torch.device(device))
     index = read_json(folder / "model_index.json")
     parts = {
-        n: None for n, v in index.items() if isinstance(v, list) and (v[0] is None or not n.startswith(("text", "tok")))
+        n: None for n, v in index.items() if isinstance(v, list) and (v[0] is None or not n.startswith(TEXT_PARTS))
     }
     return getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype, **parts).to(device)
+
+
+def is_modular(folder: Path) -> bool:
+    """Does the folder hold a pipeline of Diffusers' modular blocks, and no ordinary one?"""
+    return (folder / MODULAR_INDEX).exists() and not (folder / "model_index.json").exists()
+
+
+def modular_components(folder: Path, names: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """Components of a modular pipeline's checkpoint whose names begin so, as far as it says where they are.
+
+    Raises:
+        ValueError: one cannot be loaded.
+    """
+    pipe = diffusers.ModularPipeline.from_pretrained(str(folder))
+    specs = {name: pipe.get_component_spec(name) for name in pipe.pretrained_component_names if name.startswith(names)}
+    wanted = [n for n, spec in specs.items() if spec.pretrained_model_name_or_path]
+    pipe.load_components(names=wanted, dtype=dtype)
+    parts = {name: getattr(pipe, name, None) for name in wanted}
+    for name, part in parts.items():
+        if part is None:  # Diffusers has warned why
+            raise ValueError(f"{folder / name} cannot be loaded, or the component {name} that {MODULAR_INDEX} names")
+    return parts
 
 
 def empty_transformer(config: dict[str, Any]) -> nn.Module:

@@ -164,6 +164,13 @@ class Plan:
         """D + S, the number of directions one forward returns."""
         return self.combine.shape[1] + (0 if self.supervised is None else self.supervised.shape[1])
 
+    def of(self, sample: int) -> Plan:
+        """The plan of one sample alone, a batch of 1."""
+        if len(self.lo) == 1:
+            return self
+        part = slice(sample, sample + 1)
+        return Plan(self.lo[part], self.combine[part], None if self.supervised is None else self.supervised[part])
+
     def dense(self, pdd_steps: int) -> Tensor:
         """The whole matrix, supervised rows included: float64 ``[B, D + S, N]``."""
         matrix = self.combine.new_zeros(len(self.lo), self.combine.shape[1], pdd_steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from einops import rearrange
@@ -83,9 +83,7 @@ class ParallelHead(nn.Module):
         combine = combine.to(self.weight.device, dtype)
         weight = combine.new_empty(*combine.shape[:2], *self.weight.shape[1:])
         bias = None if self.bias is None else combine.new_empty(*combine.shape[:2], self.bias.shape[1])
-        kind = combine.device.type  # meta, in a dry run, knows no autocast
-        float32 = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-        with float32:  # sums over many heads stay in it
+        with without_autocast(combine.device.type):  # sums over many heads stay in float32
             for start in lo.unique().tolist():
                 rows = torch.nonzero(lo == start)[:, 0].to(self.weight.device)
                 band = combine[rows]  # [b, D, W]
@@ -108,6 +106,11 @@ class ParallelHead(nn.Module):
         if bias is not None:
             linear.bias = nn.Parameter(bias[0, 0].to(self.weight.dtype), requires_grad=False)
         return linear
+
+
+def without_autocast(kind: str) -> AbstractContextManager:
+    """No autocast inside, on a kind of device; meta, in a dry run, knows none."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from pdd.backbones import read_json
 from pdd.config import model_folder
-from pdd.formats import LoadedStudent, read_student
+from pdd.formats import TEXT_PARTS, LoadedStudent, is_modular, modular_components, read_student
 from pdd.student import FusedStudent
 
 TEXT = ("text_encoder", "tokenizer", "image_encoder", "feature_extractor", "connectors")  # by the start of their names
@@ -105,6 +105,25 @@ def load_student(
     """
     student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, device)
     folder = model_folder(str(base_model or student.facts["base_model"]), *(EVERYTHING if text_encoders else BUT_TEXT))
+    dtype = dtype or student.transformer.dtype
+    if is_modular(folder):
+        names = ("vae", "audio_vae", *(TEXT_PARTS if text_encoders else ()))
+        pipe = student.backbone.modular_pipeline(student, modular_components(folder, names, dtype), force)
+    else:
+        pipe = ordinary_pipeline(student, folder, dtype, text_encoders, force)
+        scale_noise(pipe, float(next(iter(student.grid.sigma.values()))[0]))
+    use_heads(pipe, student)
+    return pipe.to(device)
+
+
+def ordinary_pipeline(
+    student: LoadedStudent, folder: Path, dtype: torch.dtype, text_encoders: bool, force: bool
+) -> DiffusionPipeline:
+    """The pipeline of a folder's ``model_index.json`` with the student's transformer and scheduler.
+
+    Raises:
+        ValueError: no such file, or a student whose modalities have different schedules.
+    """
     index = read_json(folder / "model_index.json")
     parts: dict[str, Any] = {}
     for name, value in index.items():
@@ -113,12 +132,8 @@ def load_student(
         if value[0] is None or (not text_encoders and name.startswith(TEXT)):
             parts[name] = None
     parts |= {"transformer": student.transformer, "scheduler": PDDScheduler.of(student, force)}
-    weights = next(student.transformer.parameters()).dtype
-    pipe = getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype or weights, **parts)
-    pipe = pipe.to(device)
+    pipe = getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype, **parts)
     student.backbone.fit_pipeline(pipe)
-    use_heads(pipe, student)
-    scale_noise(pipe, float(next(iter(student.grid.sigma.values()))[0]))
     return pipe
 
 

@@ -39,8 +39,12 @@ class Velocity(nn.Module):
         Args:
             skip: (number of a transformer block, bool ``[B]``): the samples that pass by that block.
         """
+        if not self.backbone.batched and (batch := len(next(iter(state.values())))) > 1:
+            # as many forwards on every rank, since every rank has as many samples
+            samples = [self._sample(i, state, sigma, cond, plans, skip) for i in range(batch)]
+            return {m: torch.cat([sample[m] for sample in samples]) for m in state}
         if skip is not None:
-            return self._skipping(state, sigma, cond, *skip)
+            return self._skipping(state, sigma, cond, plans, *skip)
         directions = dict.fromkeys(self.backbone.modalities, 1)
         if plans is not None:
             for name, head in self.backbone.heads.items():
@@ -48,8 +52,28 @@ class Velocity(nn.Module):
                 directions[name] = plans[name].num_directions
         return self.backbone.forward(self.transformer, state, sigma, cond, directions)
 
+    def _sample(
+        self,
+        i: int,
+        state: State,
+        sigma: dict[str, Tensor],
+        cond: dict[str, Tensor],
+        plans: Mapping[str, Plan] | None,
+        skip: tuple[int, Tensor] | None,
+    ) -> State:
+        """The forward of one sample of a batch."""
+        state, sigma, cond = ({name: value[i : i + 1] for name, value in d.items()} for d in (state, sigma, cond))
+        plans = None if plans is None else {m: plan.of(i) for m, plan in plans.items()}
+        return self.forward(state, sigma, cond, plans, None if skip is None else (skip[0], skip[1][i : i + 1]))
+
     def _skipping(
-        self, state: State, sigma: dict[str, Tensor], cond: dict[str, Tensor], layer: int, past: Tensor
+        self,
+        state: State,
+        sigma: dict[str, Tensor],
+        cond: dict[str, Tensor],
+        plans: Mapping[str, Plan] | None,
+        layer: int,
+        past: Tensor,
     ) -> State:
         """The block still runs, for all samples: ZeRO-3 gathers what it expects, and one batch serves both kinds."""
 
@@ -60,7 +84,7 @@ class Velocity(nn.Module):
         block = self.transformer.get_submodule(f"{self.backbone.blocks}.{layer}")
         handle = block.register_forward_hook(keep_input, with_kwargs=True)
         try:
-            return self.forward(state, sigma, cond)
+            return self.forward(state, sigma, cond, plans)
         finally:
             handle.remove()
 

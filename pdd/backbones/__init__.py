@@ -18,10 +18,11 @@ REGISTRY = {
     "QwenImage21Transformer2DModel": "qwen_image21:QwenImage21",
     "WanTransformer3DModel": "wan:Wan",
     "LTX2VideoTransformer3DModel": "ltx2:LTX2",
+    "MiniMaxH3Transformer3DModel": "minimax_h3:MiniMaxH3",
 }
 
 # whose configurations a family may read, beside the transformer's
-COMPONENTS = ("scheduler", "vae", "audio_vae", "vocoder", "transformer_2")
+COMPONENTS = ("scheduler", "audio_scheduler", "vae", "audio_vae", "vocoder", "transformer_2")
 
 
 def read_json(path: Path) -> dict[str, Any]:

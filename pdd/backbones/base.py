@@ -59,6 +59,7 @@ class Backbone:
     columns: tuple[str, ...]  # conditioning columns, each one an argument of the transformer
     frame_rate = 0.0  # frames per second of a family's videos
     blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
+    batched = True  # does the transformer take several samples? else each has a forward of its own
     batched_guidance = True  # may conditional and unconditional samples share one forward?
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
@@ -144,6 +145,20 @@ class Backbone:
         size = {name: value for name, value in vars(self.size).items() if value is not None}
         return {"guidance_scale": 1.0, **size}
 
+    def modular_pipeline(self, student: Any, parts: dict[str, Any], force: bool) -> Any:
+        """The pipeline of a student whose teacher's folder holds one of Diffusers' modular blocks only.
+
+        It is called as an ordinary one is, with this class's arguments, and has ``to``, ``dtype``, ``vae`` (None without
+        a decoder), ``set_progress_bar_config``, and a ``scheduler`` with the ``nodes`` and ``step_index`` of the block
+        under way.
+
+        Args:
+            student: a :class:`pdd.formats.LoadedStudent`.
+            parts: component -> what was loaded of it, the transformer left out.
+            force: allow blocks wider than trained.
+        """
+        raise ValueError(f"{type(self).__name__} has no pipeline of modular blocks here; allowed is a model_index.json")
+
     def fit_pipeline(self, pipe: Any) -> None:
         """Let a stock pipeline that was loaded without its text encoders take a dataset's columns."""
 
@@ -160,9 +175,20 @@ class Backbone:
         """A state from what the stock pipeline returns with ``output_type="latent"``."""
         return {self.modalities[0]: latents}
 
-    def to_images(self, latents: State) -> Tensor:
-        """Pictures ``[B, C, H, W]`` in [-1, 1] straight from latents, for previews without a decoder."""
+    def sound_rate(self, pipe: Any) -> int:
+        """Samples per second of the sound that a pipeline of this family decodes."""
         raise NotImplementedError
+
+    def to_images(self, latents: State) -> Tensor:
+        """Pictures ``[B, C, H, W]`` straight from latents, for previews without a decoder.
+
+        The first channels are picture enough to see a layout (and are the picture where C = 1); of a video, the middle
+        frame's.
+        """
+        image = latents[self.modalities[0]]
+        if image.ndim == 5:
+            image = image[:, :, image.shape[2] // 2]
+        return image[:, : 3 if image.shape[1] >= 3 else 1]
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -85,11 +85,6 @@ class Packed(Backbone):
     def from_pipeline(self, latents: Any) -> State:
         return {"image": self.unpack(latents, 1, self.latent_shapes()["image"][1])[:, 0]}
 
-    def to_images(self, latents: State) -> Tensor:
-        # no decoder: the first channels are picture enough to see a layout
-        image = latents["image"]
-        return image[:, :3] if image.shape[1] >= 3 else image[:, :1]
-
 
 class Flux(Packed):
     """Flux.1 dev, schnell and their kin that make pictures from text alone."""

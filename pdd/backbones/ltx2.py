@@ -128,16 +128,14 @@ class LTX2(Backbone):
         # these are the VAEs' own, already denormalised; where their statistics are 0 and 1 there is no difference
         return {"video": latents[0], "audio": latents[1]}
 
+    def sound_rate(self, pipe: Any) -> int:
+        return pipe.vocoder.config.output_sampling_rate
+
     def fit_pipeline(self, pipe: Any) -> None:
         if pipe.connectors is None:  # then it is called with a dataset's rows
             pipe.connectors = Connected(self.widths)
         # it takes latents for the VAEs' and would normalise them; what a student starts from is noise
         pipe._normalize_latents = pipe._normalize_audio_latents = lambda latents, *_: latents
-
-    def to_images(self, latents: State) -> Tensor:
-        # no decoder, and no sound: the first channels of the middle frame show a layout
-        video = latents["video"]
-        return video[:, : 3 if video.shape[1] >= 3 else 1, video.shape[2] // 2]
 
 
 class Connected:

@@ -59,8 +59,3 @@ class SD3(Backbone):
 
     def token_norm(self, velocity: State) -> State:
         return {"image": patch_norm(velocity["image"], (self.config["patch_size"],) * 2)}
-
-    def to_images(self, latents: State) -> Tensor:
-        # no decoder: the first channels are picture enough to see a layout (and are the picture where C = 1)
-        image = latents["image"]
-        return image[:, :3] if image.shape[1] >= 3 else image[:, :1]

@@ -84,8 +84,3 @@ class Wan(Backbone):
 
     def token_norm(self, velocity: State) -> State:
         return {"video": patch_norm(velocity["video"], tuple(self.config["patch_size"]))}
-
-    def to_images(self, latents: State) -> Tensor:
-        # no decoder: the first channels of the middle frame show a layout
-        video = latents["video"]
-        return video[:, : 3 if video.shape[1] >= 3 else 1, video.shape[2] // 2]
