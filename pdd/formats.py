@@ -39,15 +39,18 @@ def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transfo
         ValueError: a file is missing, or its weights do not fit the configuration.
     """
     transformer = empty_transformer(read_json(folder / component / "config.json"))
-    weights = read_weights(folder / component)
-    buffers = dict(transformer.named_buffers())
-    kept = tuple(transformer._keep_in_fp32_modules or ())
-    for name, weight in weights.items():
-        if weight.is_floating_point():
-            float32 = name in buffers or any(module in name.split(".") for module in kept)
-            weights[name] = weight.to(torch.float32 if float32 else dtype)
-    _load(transformer, weights, folder / component)
+    _load(transformer, in_dtype(read_weights(folder / component), transformer, dtype), folder / component)
     return transformer
+
+
+def in_dtype(weights: dict[str, Tensor], transformer: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Weights in a dtype (None: their own), but for buffers and the modules that Diffusers keeps in float32."""
+    buffers, kept = dict(transformer.named_buffers()), tuple(transformer._keep_in_fp32_modules or ())
+
+    def wanted(name: str) -> torch.dtype | None:
+        return torch.float32 if name in buffers or any(module in name.split(".") for module in kept) else dtype
+
+    return {n: w.to(wanted(n) or w.dtype) if w.is_floating_point() else w for n, w in weights.items()}
 
 
 TEXT_PARTS = ("text", "tok")  # how the names of text encoders and tokenizers begin
@@ -218,7 +221,7 @@ def read_student(folder: Path, dtype: torch.dtype | None = None, device: str = "
     """Read a student folder.
 
     Args:
-        dtype: of its weights; None keeps the stored one.
+        dtype: of its weights; None keeps the stored one. What Diffusers keeps in float32 is so all the same.
 
     Raises:
         ValueError: no student there, or its files do not fit together.
@@ -232,10 +235,7 @@ def read_student(folder: Path, dtype: torch.dtype | None = None, device: str = "
     base = {k: v for k, v in config.items() if k != "pdd_steps"}
     backbone = backbone_for({**facts["components"], "transformer": base}, Size(**facts["size"]))
     transformer = widen(empty_transformer(config), backbone, facts["pdd_steps"])
-    weights = read_weights(folder / "transformer")
-    if dtype is not None:
-        buffers = dict(transformer.named_buffers())
-        weights = {n: w.to(dtype) if w.is_floating_point() and n not in buffers else w for n, w in weights.items()}
+    weights = in_dtype(read_weights(folder / "transformer"), transformer, dtype)
     _load(transformer, weights, folder / "transformer")
     grid = Grid(facts["pdd_steps"], facts["shift"], facts["grid_max_t"])
     return LoadedStudent(transformer.to(device).eval().requires_grad_(False), backbone, grid, facts)
