@@ -155,7 +155,9 @@ def encode(args) -> None:
                     raise ConfigError(str(error)) from None
                 columns.append(encoded)
             tensors = {c: torch.cat([part[c] for part in columns]).cpu() for c in backbone.columns}
-            tensors = {c: t.float() if t.is_floating_point() else t for c, t in tensors.items()}  # masks are whole numbers
+            tensors = {
+                c: t.float() if t.is_floating_point() else t for c, t in tensors.items()
+            }  # masks are whole numbers
             kinds = {1: lambda s, dtype: List(Value(dtype)), 2: Array2D}
             features = {c: kinds[t.ndim - 1](tuple(t.shape[1:]), str(t.numpy().dtype)) for c, t in tensors.items()}
             rows = {"prompt": chunk, **{c: list(t.numpy()) for c, t in tensors.items()}}

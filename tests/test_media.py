@@ -40,7 +40,7 @@ def test_a_sound_reads_back(tmp_path):
     assert samples[:, 0].tolist() == [0, 16384, -32767, 32767] and samples[0, 1] == 8192
 
 
-@pytest.mark.parametrize("name", ["sd3", "wan", "ltx2"])
+@pytest.mark.parametrize("name", ["sd3", "wan", "ltx2", "minimax_h3"])
 def test_sampling_decodes_to_files(name, warm, tmp_path):
     """A tiny checkpoint, trained for a few updates and sampled, both by the real scripts."""
     module = importlib.import_module(f"family_{name}")

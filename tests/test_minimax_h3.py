@@ -86,7 +86,10 @@ def test_each_modality_has_the_shift_of_its_scheduler(teacher):
 
 def test_the_published_checkpoint_defaults_to_the_pipelines_size():
     # 48 x 84 latents of 16 pixels; 7 clips of 17 frames in 5 latents and 5 frames in 2; 124 / 24 s of 40 sounds
-    assert backbone_for({"transformer": PUBLISHED}).latent_shapes() == {"video": (24, 37, 48, 84), "audio": (2, 32, 207)}
+    assert backbone_for({"transformer": PUBLISHED}).latent_shapes() == {
+        "video": (24, 37, 48, 84),
+        "audio": (2, 32, 207),
+    }
 
 
 @pytest.mark.parametrize("size, message", [
@@ -253,7 +256,10 @@ def test_drawn_noise_starts_at_the_grid_s_first_level(backbone, student):
 def test_prompts_go_in_as_text(tmp_path, warm):
     with_text_encoder(tmp_path / "teacher")
     backbone = read_backbone(tmp_path / "teacher", family.SIZE)
-    transformer, grid = widen(load_transformer(tmp_path / "teacher", torch.float32), backbone, N), Grid(N, backbone.shifts())
+    transformer, grid = (
+        widen(load_transformer(tmp_path / "teacher", torch.float32), backbone, N),
+        Grid(N, backbone.shifts()),
+    )
     config = Config(teacher=str(tmp_path / "teacher"), pdd_steps=N, block_size_min=N, block_size_max=N)
     save_student(tmp_path / "student", backbone, transformer.state_dict(), contract(config, grid, backbone, 1, False))
     pipe, (_, state) = load_student(tmp_path / "student"), start(backbone)

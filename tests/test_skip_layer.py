@@ -2,6 +2,7 @@
 
 import copy
 
+import family_minimax_h3
 import family_wan
 import pytest
 import torch
@@ -14,28 +15,32 @@ from pdd.student import Velocity
 from pdd.teacher import Teacher, Unconditional
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_the_unconditional_pass_is_that_of_a_transformer_without_the_block(batched, tmp_path):
-    family_wan.build(tmp_path)
-    backbone, transformer = read_backbone(tmp_path, family_wan.SIZE), load_transformer(tmp_path, torch.float32).eval()
+@pytest.mark.parametrize("family, batched", [(family_wan, True), (family_wan, False), (family_minimax_h3, True)])
+def test_the_unconditional_pass_is_that_of_a_transformer_without_the_block(family, batched, tmp_path):
+    family.build(tmp_path)
+    backbone, transformer = read_backbone(tmp_path, family.SIZE), load_transformer(tmp_path, torch.float32).eval()
     backbone.batched_guidance = batched
-    grid = Grid(4, {"video": 3.0})
-    cond, empty = family_wan.conditioning(2, 1), family_wan.conditioning(1, 2)
-    state = {"video": torch.randn(2, *backbone.latent_shapes()["video"], generator=torch.Generator().manual_seed(0))}
+    grid = Grid(4, dict.fromkeys(backbone.modalities, 3.0))
+    cond, empty = family.conditioning(2, 1), family.conditioning(1, 2)
+    g = torch.Generator().manual_seed(0)
+    state = {m: torch.randn(2, *shape, generator=g) for m, shape in backbone.latent_shapes().items()}
     u = torch.tensor([0.3, 0.8], dtype=torch.float64)
     uncond = Unconditional(dict.fromkeys(backbone.columns, "empty_prompt"), {"empty_prompt": empty})
     skipping = Teacher(Velocity(transformer, backbone), backbone, grid, 3.0, uncond, skip_layer=1)
     whole = Teacher(Velocity(transformer, backbone), backbone, grid, 3.0, uncond)
     with torch.no_grad():
-        ours, plain = skipping.velocity(state, u, cond)["video"], whole.velocity(state, u, cond)["video"]
+        ours, plain = skipping.velocity(state, u, cond), whole.velocity(state, u, cond)
         short = copy.deepcopy(transformer)
-        short.blocks = nn.ModuleList([block for i, block in enumerate(short.blocks) if i != 1])
-        sigma = {"video": grid.schedules["video"](u).float()}
-        v_c = Velocity(transformer, backbone)(state, sigma, cond)["video"][:, 0]
-        v_u = Velocity(short, backbone)(state, sigma, uncond(cond))["video"][:, 0]
-    torch.testing.assert_close(ours, v_u + 3 * (v_c - v_u), rtol=1e-4, atol=1e-5)
-    assert (ours - plain).abs().max() > 1e-3  # the block does something
-    assert not transformer.blocks[1]._forward_hooks
+        blocks = [block for i, block in enumerate(short.get_submodule(backbone.blocks)) if i != 1]
+        short.set_submodule(backbone.blocks, nn.ModuleList(blocks))
+        sigma = {m: schedule(u).float() for m, schedule in grid.schedules.items()}
+        v_c = Velocity(transformer, backbone)(state, sigma, cond)
+        v_u = Velocity(short, backbone)(state, sigma, uncond(cond))
+    for m in state:
+        c, n = v_c[m][:, 0], v_u[m][:, 0]
+        torch.testing.assert_close(ours[m], n + 3 * (c - n), rtol=1e-4, atol=1e-5)
+        assert (ours[m] - plain[m]).abs().max() > 1e-3  # the block does something
+    assert not transformer.get_submodule(backbone.blocks)[1]._forward_hooks
 
 
 def test_a_block_that_is_not_there_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""MiniMax-H3: video ``[B, C, F, H, W]`` and stereo sound ``[B, 2, C, L]`` in one packed sequence, ``t = 1 - sigma``, ``x0 - eps``."""
+"""MiniMax-H3: video ``[B, C, F, H, W]``, stereo sound ``[B, 2, C, L]`` in one packed sequence; time ``1 - sigma``, ``x0 - eps``."""
 
 from __future__ import annotations
 
@@ -332,7 +332,9 @@ class OneByOne:
             ValueError: a size that the family cannot make, blocks wider than trained, or guidance other than 1.
         """
         if guidance_scale != 1:
-            raise ValueError(f"guidance_scale is {guidance_scale}; allowed is 1, a student's guidance is in its weights")
+            raise ValueError(
+                f"guidance_scale is {guidance_scale}; allowed is 1, a student's guidance is in its weights"
+            )
         if prompt is not None:
             prompts = [prompt] if isinstance(prompt, str) else prompt
             prompt_embeds, prompt_embeds_mask = self.backbone.encode_prompts(self, prompts, None).values()
