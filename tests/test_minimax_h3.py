@@ -9,6 +9,7 @@ import torch
 from conftest import REPO, lines
 from datasets import Dataset, load_from_disk
 from diffusers import ModularPipeline
+from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
 from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3TextEncoderStep
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -116,6 +117,16 @@ def test_patches_in_time_and_a_checkpoint_for_references_are_refused(teacher, tm
 def test_unconditional_zeros_leave_one_row_of_text(backbone):
     assert backbone._text_rows(torch.tensor([[1, 1, 0]])).tolist() == [0, 1]
     assert backbone._text_rows(torch.zeros(1, 3)).tolist() == [0]
+
+
+def test_token_norms_are_those_of_the_packed_rows(backbone):
+    _, state = start(backbone)
+    norms = backbone.token_norm(state)
+    for i in range(2):
+        rows = patchify_video_latents(state["video"][i : i + 1], family.PATCH).norm(dim=1)
+        video = norms["video"].expand_as(state["video"])[i : i + 1]
+        torch.testing.assert_close(patchify_video_latents(video, family.PATCH), rows[:, None].expand(-1, 4 * 6))
+        torch.testing.assert_close(norms["audio"][i, :, 0], state["audio"][i].permute(0, 2, 1).norm(dim=2))
 
 
 # -------------------------------------------------------------------------------------------- float32

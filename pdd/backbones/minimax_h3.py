@@ -1,4 +1,4 @@
-"""MiniMax-H3: video ``[B, C, F, H, W]``, stereo sound ``[B, 2, C, L]`` in one packed sequence; time ``1 - sigma``, ``x0 - eps``."""
+"""MiniMax-H3: video ``[B, C, F, H, W]`` and stereo sound ``[B, 2, C, L]`` in one sequence, time ``1 - sigma``, ``x0 - eps``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from diffusers import MiniMaxH3Scheduler
+from diffusers.utils.torch_utils import randn_tensor
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -34,8 +35,9 @@ class MiniMaxH3(Backbone):
     Tokens pass through the transformer: ``(C, pt, ph, pw)`` of the video, ``(C)`` of the sound, left channel before right.
     Text comes before both in the sequence and shifts their times, so padding may not be there, and neither may a second
     sample: every sample has a forward of its own. A dataset's ``prompt_embeds`` are the text encoder's states after its 50th
-    layer ``[B, T, E]``, with a mask ``[B, T]`` of what is not padding. An empty prompt has no tokens at all; a space stands
-    for it. The published checkpoints are guidance-distilled, which no configuration of theirs says.
+    layer ``[B, T, E]``, with a mask ``[B, T]`` of what is not padding; its latents are normalised by the VAEs' statistics. An
+    empty prompt has no tokens at all; a space stands for it. The published checkpoints are guidance-distilled, which no
+    configuration of theirs says.
     """
 
     frame_rate = FRAME_RATE
@@ -106,8 +108,8 @@ class MiniMaxH3(Backbone):
                 video_indices=rows[VIDEO],
                 return_dict=False,
             )  # [1, F * H/p * W/q, D * C * p * q], [1, 2 * L, D * C]
-        layout_out = "b (f h w) (d c p q) -> b d c f (h p) (w q)"
-        out = rearrange(video_out, layout_out, d=directions["video"], p=p, q=q, f=frames, h=sides[0] // p)
+        parts = {"d": directions["video"], "f": frames, "h": sides[0] // p, "p": p, "q": q}
+        out = rearrange(video_out, "b (f h w) (d c p q) -> b d c f (h p) (w q)", **parts)
         sound = rearrange(audio_out, "b (s l) (d c) -> b d s c l", d=directions["audio"], s=2)
         return {"video": -at_least_float32(out), "audio": -at_least_float32(sound)}
 
@@ -224,8 +226,9 @@ def in_float32(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for linear, before in zip(linears, own):
-            del linear.forward
-            if before is not None:
+            if before is None:
+                del linear.forward
+            else:
                 linear.forward = before
 
 
@@ -246,8 +249,10 @@ class BlockScheduler(MiniMaxH3Scheduler):
         return scheduler
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
-        """Raises:
-        ValueError: a block would be wider than trained.
+        """Place the steps at the student's partition into so many blocks.
+
+        Raises:
+            ValueError: a block would be wider than trained.
         """
         self.nodes = self.student.nodes(num_inference_steps, self.force)
         super().set_timesteps(sigmas=self.student.grid.sigma[self.modality][self.nodes], device=device)
@@ -344,14 +349,14 @@ class OneByOne:
         start = {"latents": latents, "audio_latents": audio_latents}
         for name, (m, shape) in zip(start, shapes.items()):
             if start[name] is None:
-                noise = torch.randn(len(prompt_embeds), *shape, generator=generator)
-                start[name] = noise.to(self.device) * float(self.student.grid.sigma[m][0])
+                noise = randn_tensor((len(prompt_embeds), *shape), generator, self.device)
+                start[name] = noise * float(self.student.grid.sigma[m][0])
         samples = []
         for i in range(len(prompt_embeds)):
             rows = self.backbone._text_rows(prompt_embeds_mask[i : i + 1])
             state = self.denoise(
                 prompt_embeds=prompt_embeds[i : i + 1, rows].to(self.device),
-                text_token_tags=torch.full_like(rows, TEXT),
+                text_token_tags=torch.full((len(rows),), TEXT),  # on the CPU, where it is packed
                 latents=start["latents"][i : i + 1],
                 audio_latents=start["audio_latents"][i],
                 num_inference_steps=num_inference_steps,
