@@ -282,7 +282,7 @@ class Meter:
             sample = per_sample.double().cpu().flatten()
             self.by_distance[0].index_add_(0, bins, sample)
             self.by_distance[1].index_add_(0, bins, sample.new_ones(len(sample)))
-            self.lost += facts.get("lost", 0)
+            self.lost += int(facts["lost"].sum()) if "lost" in facts else 0
             self.latest = {"block_start": float(facts["n"].double().mean())}
             if "rung" in facts:
                 self.latest["rung"] = float(facts["rung"].double().mean())

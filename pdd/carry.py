@@ -92,10 +92,10 @@ class TrajectoryCarry:
             self.slots[index] = Slot(state, offsets, serials)
         return self.slots[index]
 
-    def commit(self, index: int, state: State, fresh: Callable[[Tensor], State]) -> int:
+    def commit(self, index: int, state: State, fresh: Callable[[Tensor], State]) -> Tensor:
         """Move a slot on to ``state``, one rung up; finished samples restart from ``fresh`` noise at rung 0.
 
-        So do samples whose state is no longer finite. Returns how many those are.
+        So do samples whose state is no longer finite: those are returned, bool ``[B]``.
         """
         slot = self.slots[index]
         rung, serial = slot.rung + 1, slot.serial
@@ -109,7 +109,7 @@ class TrajectoryCarry:
             restarted = fresh(serial[rows])
             state = {m: x.index_copy(0, rows.to(x.device), restarted[m].to(x)) for m, x in state.items()}
         self.slots[index] = Slot(state, rung, serial)
-        return int(lost.sum())
+        return lost
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every slot as flat tensors, on the CPU."""

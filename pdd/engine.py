@@ -220,6 +220,10 @@ class Engine:
         )
         self.module = model
         self.updates = 0
+        for counts in (*self.optimizer.state.values(), *self.optimizer.param_groups):
+            # bf16 without ZeRO: DeepSpeed makes an empty first update, which would count in Adam's bias correction
+            if "step" in counts:
+                counts["step"] = counts["step"] * 0
         if self.stage in (1, 2):
             self.deepspeed.optimizer.check_grad_overflow = True  # off in float32, where gradients may be infinite, too
         self._plain_norm = float("nan")
@@ -250,18 +254,18 @@ class Engine:
         boundary = self.deepspeed.is_gradient_accumulation_boundary()
         # an infinite loss may have a finite gradient; this way every rank finds it in the reduced ones
         self.deepspeed.backward(loss * torch.where(loss.detach().isfinite(), 1.0, float("nan")))
-        finite = True
         if boundary and self.deepspeed.optimizer is self.optimizer:
             # float32 without ZeRO: DeepSpeed clips, but neither keeps the norm nor looks at it
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
             self._plain_norm = float(nn.utils.get_total_norm(grads))
-            finite = math.isfinite(self._plain_norm)
-            if not finite:
+            if not math.isfinite(self._plain_norm):
                 self.deepspeed.zero_grad()
+                self.deepspeed.micro_steps += 1
+                return False
         self.deepspeed.step()
         if not boundary:
             return True
-        if not finite or not self.deepspeed.was_step_applied():
+        if not self.deepspeed.was_step_applied():
             return False
         self.updates += 1
         if self.ema_decay:

@@ -245,7 +245,7 @@ def test_a_trajectory_that_is_no_longer_finite_restarts():
     carry.slot(0, fresh_states, None)
     state = fresh_states(torch.tensor([0, 1, 2]))
     state["y"][1, 0] = float("nan")
-    assert carry.commit(0, state, fresh_states) == 1
+    assert carry.commit(0, state, fresh_states).tolist() == [False, True, False]
     slot = carry.slots[0]
     assert slot.rung.tolist() == [1, 0, 1] and slot.serial.tolist() == [0, 4, 2]
     assert slot.state["x"][:, 0].tolist() == [0, 4, 2] and slot.state["y"].isfinite().all()
