@@ -80,7 +80,10 @@ def train(argv: list[str]) -> int:
         return 0
 
     with processes:
-        stop = StopSignal()
+        stop, first = StopSignal(), processes.rank == 0
+        folder = Path(processes.from_first(str(folder or runs.new_run_name(args.recipe))))
+        if problem := processes.from_first(runs.claim(folder) if first else None):
+            raise ConfigError(problem)
         ds_config = fill_ds_config(ds_config, config, processes.world, processes.on_accelerator)
         dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
 
@@ -104,44 +107,73 @@ def train(argv: list[str]) -> int:
         objective = Objective(config, grid, student, teacher, rows, processes.rank, processes.world, processes.device)
         validator = Validator(config, grid, backbone, rows, processes) if config.validation_every else None
 
-        folder = Path(processes.from_first(str(folder or runs.new_run_name(args.recipe))))
-        step = 0
+        step = skipped = bad = 0
         if config.resume:
-            saved, mine = engine.load(folder)
-            step, teacher.uncond_forwards = saved["step"], saved["uncond_forwards"]
-            if objective.carry is not None:
-                objective.carry.load_state_dict(mine, processes.device)
-        first = processes.rank == 0
+            saved, trajectories = engine.load(folder, config.on_damage)
+            step, teacher.uncond_forwards, skipped = (
+                saved[name] for name in ("step", "uncond_forwards", "skipped_steps")
+            )
+            dealt = objective.load_state_dict(trajectories, step, saved["samples_seen"])
+            if first and (saved["world_size"] != processes.world or dealt):
+                print(f"saved by {saved['world_size']} ranks, resumed by {processes.world}", end="")
+                print("; {} of now {} trajectories go on, dealt again".format(*dealt) if dealt else "")
         if first:
             runs.start(folder, config, ds_config, processes.world)
             log = runs.Log(folder, step)
             print(f"{'resuming' if config.resume else 'run'} {folder} at step {step}", flush=True)
 
-        def save() -> None:
-            mine = objective.carry.state_dict() if objective.carry is not None else {}
-            engine.save(folder, step, mine, {"uncond_forwards": teacher.uncond_forwards}, config.keep_last)
+        def save() -> str | None:
+            facts = {
+                "uncond_forwards": teacher.uncond_forwards,
+                "samples_seen": objective.samples_seen(step),
+                "skipped_steps": skipped,
+            }
+            problem = engine.save(folder, step, objective.state_dict(), facts, config.keep_last)
+            if problem and first:
+                bar.write(f"WARNING: no checkpoint was saved at step {step}: {problem}. The one before it stands.")
+            return problem
 
         meter = Meter(grid.pdd_steps, config.block_size_max)
         bar = tqdm(total=config.max_train_steps, initial=step, disable=not first, unit="step", dynamic_ncols=True)
         while step < config.max_train_steps:
             began = time.perf_counter()
             engine.set_learning_rates(*config.learning_rates(step))
+            before = objective.carry and list(objective.carry.slots)
             for round in range(config.gradient_accumulation_steps):
                 losses, facts = objective(step, round)
-                engine.backward_and_step(losses.total)
                 meter.add(losses, facts)
+                applied = engine.backward_and_step(losses.total)
             step += 1
+            bad = 0 if applied else bad + 1
+            if not applied:
+                skipped += 1
+                if objective.carry:
+                    objective.carry.slots = before  # no trajectory has moved
+                if first:
+                    bar.write(
+                        f"step {step}: a loss or gradient is not finite; no rank made the update ({skipped} in all)"
+                    )
+                if bad > config.max_bad_steps:
+                    bar.close()
+                    last = (folder / "latest").read_text().strip() if (folder / "latest").exists() else "not there"
+                    if first:
+                        print(
+                            f"train_pdd.py: error: {bad} updates in a row had a loss or gradient that is not finite, more than "
+                            f"max_bad_steps {config.max_bad_steps}; the last good checkpoint of {folder} is {last}",
+                            file=sys.stderr, flush=True,
+                        )  # fmt: skip
+                    return 1
             bar.update()
-            meter.updated(time.perf_counter() - began)
+            meter.updated(time.perf_counter() - began, applied)
 
             if step % config.log_every == 0 or step == config.max_train_steps:
                 line = meter.line(processes)
                 lr, head_lr = config.learning_rates(step - 1)
                 line |= {"grad_norm": engine.grad_norm, "lr": lr, "head_lr": head_lr}
-                line |= {"teacher_uncond_forwards": teacher.uncond_forwards}
+                line |= {"teacher_uncond_forwards": teacher.uncond_forwards, "skipped_steps": skipped}
                 if first:
                     log.write(step=step, **line)
-                    bar.set_postfix(loss=f"{line['loss']:.4f}")
+                    bar.set_postfix(loss=line["loss"])
                 monitor(engine, line, step)
             if validator and (step % config.validation_every == 0 or step == config.max_train_steps):
                 with engine.averaged():
@@ -151,18 +183,19 @@ def train(argv: list[str]) -> int:
                     log.write(step=step, **line)
                     bar.write(f"step {step}: " + "  ".join(f"{n} forwards {e:.3f}" for n, e in errors.items()))
                     preview = picture_grid(backbone.to_images(losses.x0), 8)
-                    preview.save(folder / "samples" / f"step-{step:06d}-x0.png")
+                    with runs.best_effort("the x0 preview"):
+                        preview.save(folder / "samples" / f"step-{step:06d}-x0.png")
                 monitor(engine, line, step)
 
             interrupted = processes.agree(stop.received)
             stopping = interrupted or (config.stop_after and step >= config.stop_after)
             if step == config.max_train_steps or stopping or (config.save_every and step % config.save_every == 0):
-                save()
+                problem = save()
             if stopping and step < config.max_train_steps:
                 bar.close()
-                if first:
+                if first and not problem:
                     print(f"stopped and saved at step {step}; continue with --resume --run {folder}", flush=True)
-                return 128 + interrupted if interrupted else 0
+                return 128 + interrupted if interrupted else bool(problem)
 
         bar.close()
         stored = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
@@ -171,9 +204,15 @@ def train(argv: list[str]) -> int:
         weights = engine.whole_weights(stored)
         if first:
             weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-            save_student(
-                folder / "student", backbone, weights, contract(config, grid, backbone, step, engine.has_average)
-            )
+            try:
+                save_student(
+                    folder / "student", backbone, weights, contract(config, grid, backbone, step, engine.has_average)
+                )
+            except OSError as error:
+                print(
+                    f"train_pdd.py: error: the student cannot be written: {error}; --resume writes it", file=sys.stderr
+                )
+                return 1
             print(f"student written to {folder / 'student'}", flush=True)
     return 0
 
@@ -224,28 +263,39 @@ class Meter:
         self.count, self.updates, self.seconds = 0, 0, 0.0
         self.by_distance = torch.zeros(2, self.BINS, dtype=torch.float64)
         self.latest: dict[str, float] = {}
+        self.lost = 0  # trajectories dropped since their state was not finite
+        self.pending: list[tuple] = []
 
     def add(self, losses, facts) -> None:
+        """One accumulation round; it counts once its update is made."""
         named = {"loss": losses.total, **{f"loss_{m}": loss for m, loss in losses.per_modality.items()}}
-        for name, value in named.items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach()
-        self.count += 1
-        bins = (facts["distance"] * self.BINS // self.width).flatten()
-        sample = losses.per_sample.double().cpu().flatten()
-        self.by_distance[0].index_add_(0, bins, sample)
-        self.by_distance[1].index_add_(0, bins, sample.new_ones(len(sample)))
-        self.latest = {"block_start": float(facts["n"].double().mean())}
-        if "rung" in facts:
-            self.latest["rung"] = float(facts["rung"].double().mean())
+        self.pending.append(({name: value.detach() for name, value in named.items()}, losses.per_sample, facts))
 
-    def updated(self, seconds: float) -> None:
+    def updated(self, seconds: float, applied: bool) -> None:
         self.updates += 1
         self.seconds += seconds
+        for named, per_sample, facts in self.pending if applied else ():
+            for name, value in named.items():
+                self.sums[name] = self.sums.get(name, 0) + value
+            self.count += 1
+            bins = (facts["distance"] * self.BINS // self.width).flatten()
+            sample = per_sample.double().cpu().flatten()
+            self.by_distance[0].index_add_(0, bins, sample)
+            self.by_distance[1].index_add_(0, bins, sample.new_ones(len(sample)))
+            self.lost += int(facts["lost"].sum()) if "lost" in facts else 0
+            self.latest = {"block_start": float(facts["n"].double().mean())}
+            if "rung" in facts:
+                self.latest["rung"] = float(facts["rung"].double().mean())
+        self.pending = []
 
     def line(self, processes) -> dict[str, float | None]:
         """The averages over all ranks, and a fresh start; collective."""
         import torch
 
+        if not self.count:  # no update was made
+            seconds = self.seconds / self.updates
+            self.reset()
+            return {"loss": None, "seconds_per_step": seconds}
         names = list(self.sums)
         packed = torch.cat([
             torch.stack([torch.as_tensor(self.sums[n]).double().cpu() for n in names]) / self.count,
@@ -258,6 +308,8 @@ class Meter:
         for i, (a, b) in enumerate(zip(total, count)):
             lower, upper = i * self.width // self.BINS, (i + 1) * self.width // self.BINS
             out[f"loss_distance_{lower}_{upper}"] = a / b if b else None
+        if "rung" in self.latest:
+            out["lost_trajectories"] = int(processes.sum(torch.tensor(self.lost)))
         self.reset()
         return out
 

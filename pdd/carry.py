@@ -3,7 +3,7 @@
 One slot per gradient-accumulation round holds a batch of the student's own trajectories. Every training forward
 advances its slot by one rung of the highest-NFE partition; a sample that reaches the end restarts from fresh noise
 with a new prompt. What noise and which prompt follow from the trajectory's serial number alone, so a slot is fully
-described by its states, its rungs and how many trajectories each sample has finished.
+described by its states, its rungs and its trajectories' serial numbers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Slot:
     Attributes:
         state: modality -> ``[B, ...]``, at each sample's own rung.
         rung: int64 ``[B]`` on the CPU, the rung that the next forward starts from.
-        lap: int64 ``[B]`` on the CPU, trajectories that each sample has finished.
+        serial: int64 ``[B]`` on the CPU, serial number of each sample's trajectory.
     """
 
     state: State
     rung: Tensor
-    lap: Tensor
+    serial: Tensor
 
 
 class TrajectoryCarry:
@@ -47,11 +47,20 @@ class TrajectoryCarry:
         self.num_rungs, self.num_slots, self.batch = num_rungs, num_slots, batch
         self.rank, self.world, self.stagger = rank, world, stagger
         self.slots: list[Slot | None] = [None] * num_slots
+        self.first_lap = 0  # laps before it were numbered by another layout of ranks and slots
 
-    def serials(self, index: int, lap: Tensor) -> Tensor:
-        """Serial numbers, over all ranks and slots, of the trajectories that a slot carries: int64 ``[B]``."""
-        position = (index * self.world + self.rank) * self.batch + torch.arange(self.batch)
-        return lap * (self.num_slots * self.world * self.batch) + position
+    @property
+    def total(self) -> int:
+        """Trajectories under way over all ranks and slots."""
+        return self.num_slots * self.world * self.batch
+
+    def positions(self, index: int) -> Tensor:
+        """Where a slot's samples stand among all ranks' and slots': int64 ``[B]``."""
+        return (index * self.world + self.rank) * self.batch + torch.arange(self.batch)
+
+    def serials(self, index: int, lap: Tensor | int) -> Tensor:
+        """Serial numbers of a slot's trajectories of a lap, unique over all ranks, slots and laps: int64 ``[B]``."""
+        return lap * self.total + self.positions(index)
 
     def offsets(self, index: int, rank: int | None = None) -> Tensor:
         """First rungs of a slot (of this rank if none is given), int64 ``[B]``; the seed's stagger over (rank, slot)."""
@@ -74,27 +83,33 @@ class TrajectoryCarry:
                 often on every rank as the farthest rank needs, since ZeRO-3 hangs on unequal forwards.
         """
         if self.slots[index] is None:
-            lap = torch.zeros(self.batch, dtype=torch.int64)
-            serials, offsets = self.serials(index, lap), self.offsets(index)
+            serials, offsets = self.serials(index, self.first_lap), self.offsets(index)
             farthest = max(int(self.offsets(index, rank).max()) for rank in range(self.world))
             walker = state = fresh(serials)
             for rung in range(farthest):
                 walker = advance(walker, serials, rung)
                 state = merge(offsets > rung, walker, state)
-            self.slots[index] = Slot(state, offsets, lap)
+            self.slots[index] = Slot(state, offsets, serials)
         return self.slots[index]
 
-    def commit(self, index: int, state: State, fresh: Callable[[Tensor], State]) -> None:
-        """Move a slot on to ``state``, one rung up; finished samples restart from ``fresh`` noise at rung 0."""
+    def commit(self, index: int, state: State, fresh: Callable[[Tensor], State]) -> Tensor:
+        """Move a slot on to ``state``, one rung up; finished samples restart from ``fresh`` noise at rung 0.
+
+        So do samples whose state is no longer finite: those are returned, bool ``[B]``.
+        """
         slot = self.slots[index]
-        rung, lap = slot.rung + 1, slot.lap
-        done = rung >= self.num_rungs
+        rung, serial = slot.rung + 1, slot.serial
+        lost = ~torch.stack([x.isfinite().flatten(1).all(1).cpu() for x in state.values()]).all(0)
+        done = (rung >= self.num_rungs) | lost
         if bool(done.any()):
-            lap, rung = lap + done, torch.where(done, 0, rung)
+            lap = torch.div(serial - self.positions(index), self.total, rounding_mode="floor") + 1
+            following = self.serials(index, lap.clamp(min=self.first_lap))
+            serial, rung = torch.where(done, following, serial), torch.where(done, 0, rung)
             rows = torch.nonzero(done)[:, 0]
-            restarted = fresh(self.serials(index, lap)[rows])
+            restarted = fresh(serial[rows])
             state = {m: x.index_copy(0, rows.to(x.device), restarted[m].to(x)) for m, x in state.items()}
-        self.slots[index] = Slot(state, rung, lap)
+        self.slots[index] = Slot(state, rung, serial)
+        return lost
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every slot as flat tensors, on the CPU."""
@@ -102,27 +117,58 @@ class TrajectoryCarry:
         for i, slot in enumerate(self.slots):
             if slot is not None:
                 out |= {f"{i}.state.{m}": x.detach().cpu().contiguous() for m, x in slot.state.items()}
-                out |= {f"{i}.rung": slot.rung, f"{i}.lap": slot.lap}
-        return out
+                out |= {f"{i}.rung": slot.rung, f"{i}.serial": slot.serial}
+        return out | ({"layout": torch.tensor([self.num_slots, self.batch, self.first_lap])} if out else {})
 
-    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Take up what :meth:`state_dict` gave.
+    def load_state_dict(
+        self, ranks: list[dict[str, Tensor]], device: torch.device, fresh: Callable[[Tensor], State]
+    ) -> tuple[int, int] | None:
+        """Take up what :meth:`state_dict` gave on every rank.
 
-        Raises:
-            ValueError: it was saved with another number of slots or another batch.
+        Saved by as many ranks with as many slots and as large a batch, everything goes on as it was. Otherwise the
+        trajectories are dealt again, in order: too many are dropped, and where there are too few, fresh ones start.
+
+        Args:
+            ranks: every saving rank's tensors.
+            fresh: serial numbers ``[B]`` -> states at rung 0.
+
+        Returns:
+            None, or when they were dealt again how many went on, and how many there now are.
         """
-        slots: list[Slot | None] = [None] * self.num_slots
-        for i in sorted({int(name.split(".")[0]) for name in tensors}):
-            rung, lap = tensors[f"{i}.rung"], tensors[f"{i}.lap"]
-            if i >= self.num_slots or len(rung) != self.batch:
-                raise ValueError(
-                    f"saved trajectories have slot {i} of {len(rung)} samples; this run has {self.num_slots} slots of "
-                    f"{self.batch}"
-                )
-            prefix = f"{i}.state."
-            state = {n.removeprefix(prefix): x.to(device) for n, x in tensors.items() if n.startswith(prefix)}
-            slots[i] = Slot(state, rung, lap)
-        self.slots = slots
+        saved = [_slots(tensors, device) for tensors in ranks]
+        if not any(saved):
+            return None
+        slots, batch, self.first_lap = next(tensors["layout"] for tensors in ranks if tensors).tolist()
+        if (len(ranks), slots, batch) == (self.world, self.num_slots, self.batch):
+            self.slots[: len(saved[self.rank])] = saved[self.rank]
+            return None
+        pool = [(slot, row) for i in range(slots) for mine in saved for slot in mine[i : i + 1] for row in range(batch)]
+        self.first_lap = max(int(slot.serial.max()) for slot, _ in pool) // self.total + 1
+        # a slot that no rank has anything for starts as in a new run: all ranks or none walk to staggered starts
+        for index in range(-(-len(pool) // (self.world * self.batch))):
+            if index < self.num_slots:
+                self.slots[index] = self._dealt(index, pool, fresh)
+        return min(len(pool), self.total), self.total
+
+    def _dealt(self, index: int, pool: list[tuple[Slot, int]], fresh: Callable[[Tensor], State]) -> Slot:
+        state, rung = fresh(self.serials(index, self.first_lap)), torch.zeros(self.batch, dtype=torch.int64)
+        serial = self.serials(index, self.first_lap)
+        for mine, position in enumerate(self.positions(index).tolist()):
+            if position < len(pool):
+                slot, row = pool[position]
+                rung[mine], serial[mine] = slot.rung[row], slot.serial[row]
+                for m, x in state.items():
+                    x[mine] = slot.state[m][row]
+        return Slot(state, rung, serial)
+
+
+def _slots(tensors: dict[str, Tensor], device: torch.device) -> list[Slot]:
+    slots = []
+    while f"{(i := len(slots))}.rung" in tensors:
+        prefix = f"{i}.state."
+        state = {n.removeprefix(prefix): x.to(device) for n, x in tensors.items() if n.startswith(prefix)}
+        slots.append(Slot(state, tensors[f"{i}.rung"], tensors[f"{i}.serial"]))
+    return slots
 
 
 def merge(chosen: Tensor, a: State, b: State) -> State:

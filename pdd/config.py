@@ -120,8 +120,8 @@ class Data:
 class Optimization:
     """optimization"""
 
-    train_micro_batch_size_per_gpu: int = knob(1, "batch of one forward", "samples per rank", fixed=True)
-    gradient_accumulation_steps: int = knob(1, "forwards per update; each carries its own trajectories", fixed=True)
+    train_micro_batch_size_per_gpu: int = knob(1, "batch of one forward", "samples per rank")
+    gradient_accumulation_steps: int = knob(1, "forwards per update; each carries its own trajectories")
     max_train_steps: int = knob(1000, "length of the run", "updates")
     learning_rate: float = knob(1e-5, "learning rate of the backbone")
     head_learning_rate: float | None = knob(None, "learning rate of the heads; learning_rate if not given")
@@ -145,6 +145,13 @@ class Run:
     dry_run: int = knob(0, "print the memory that each of so many ranks would need, and end; 0 trains", "ranks")
     save_every: int = knob(0, "checkpoint interval; 0 saves only when the run ends or is interrupted", "updates")
     keep_last: int = knob(2, "checkpoints kept")
+    on_damage: str = knob(
+        "previous", "when a checkpoint to resume from is damaged: take the one before it, or stop",
+        choices=("previous", "stop"),
+    )  # fmt: skip
+    max_bad_steps: int = knob(
+        10, "end the run after more updates in a row than this whose loss or gradient is not finite"
+    )
     log_every: int = knob(10, "interval of log lines", "updates")
     validation_every: int = knob(0, "interval of validation; 0 for none", "updates")
     validation_steps: list = knob([4], "numbers of forwards (NFE) to validate")
@@ -182,7 +189,7 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
                      "gradient_accumulation_steps", "max_train_steps", "keep_last", "log_every", "validation_num"):  # fmt: skip
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
         for name in ("warmup_steps", "weight_decay", "gradient_clipping", "ema_start_step", "stop_after", "dry_run", "save_every",
-                     "validation_every", "seed"):  # fmt: skip
+                     "max_bad_steps", "validation_every", "seed"):  # fmt: skip
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("learning_rate", "head_learning_rate"):
             value = getattr(self, name)

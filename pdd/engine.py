@@ -6,22 +6,24 @@ Nothing here knows what the loss is.
 from __future__ import annotations
 
 import json
+import math
 import os
-import shutil
 import signal
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from pdd import checkpoint
+from pdd.checkpoint import MASTER, Fragment
 from pdd.config import Config, ConfigError, resolve
-from pdd.run import write_json, write_text
 
 # what a recipe owns; a ds_config says "auto" here
 OWNED = {
@@ -163,7 +165,7 @@ class Processes:
 
 
 class StopSignal:
-    """Remembers Ctrl-C and SIGTERM, so that the loop can save and end.
+    """Remembers Ctrl-C, SIGTERM and SIGUSR1 (what schedulers send ahead of a time limit), so that the loop can save and end.
 
     One Ctrl-C reaches a rank twice, as SIGINT from the terminal and as SIGTERM from the launcher, so a second signal is
     no sign of impatience; a third Ctrl-C is.
@@ -172,7 +174,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.received = 0
         self.interrupts = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._catch)
 
     def _catch(self, number: int, frame: Any) -> None:
@@ -218,6 +220,12 @@ class Engine:
         )
         self.module = model
         self.updates = 0
+        for counts in (*self.optimizer.state.values(), *self.optimizer.param_groups):
+            # bf16 without ZeRO: DeepSpeed makes an empty first update, which would count in Adam's bias correction
+            if "step" in counts:
+                counts["step"] = counts["step"] * 0
+        if self.stage in (1, 2):
+            self.deepspeed.optimizer.check_grad_overflow = True  # off in float32, where gradients may be infinite, too
         self._plain_norm = float("nan")
 
     @property
@@ -237,19 +245,32 @@ class Engine:
         for group, name in zip(self.optimizer.param_groups, self.group_names):
             group["lr"] = rates[name]
 
-    def backward_and_step(self, loss: Tensor) -> None:
-        """One micro-step; DeepSpeed divides by the accumulation rounds and updates at their boundary."""
+    def backward_and_step(self, loss: Tensor) -> bool:
+        """One micro-step; DeepSpeed divides by the accumulation rounds and updates at their boundary.
+
+        Returns:
+            False at a boundary where no rank made the update, since a loss or gradient of some rank was not finite.
+        """
         boundary = self.deepspeed.is_gradient_accumulation_boundary()
-        self.deepspeed.backward(loss)
+        # an infinite loss may have a finite gradient; this way every rank finds it in the reduced ones
+        self.deepspeed.backward(loss * torch.where(loss.detach().isfinite(), 1.0, float("nan")))
         if boundary and self.deepspeed.optimizer is self.optimizer:
-            # float32 without ZeRO: DeepSpeed clips but does not keep the norm
+            # float32 without ZeRO: DeepSpeed clips, but neither keeps the norm nor looks at it
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
             self._plain_norm = float(nn.utils.get_total_norm(grads))
+            if not math.isfinite(self._plain_norm):
+                self.deepspeed.zero_grad()
+                self.deepspeed.micro_steps += 1
+                return False
         self.deepspeed.step()
-        if boundary:
-            self.updates += 1
-            if self.ema_decay:
-                self._update_average()
+        if not boundary:
+            return True
+        if not self.deepspeed.was_step_applied():
+            return False
+        self.updates += 1
+        if self.ema_decay:
+            self._update_average()
+        return True
 
     @property
     def grad_norm(self) -> float:
@@ -377,8 +398,73 @@ class Engine:
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
-    def save(self, run: Path, step: int, mine: dict[str, Tensor], facts: dict[str, Any], keep_last: int) -> None:
-        """Save everything under a temporary name, then rename, then move ``latest``, then drop old ones. Collective.
+    def _pieces(self) -> Iterator[tuple[str, nn.Parameter, int, int]]:
+        """This rank's part of every trained parameter: (name, parameter, start, end), flattened.
+
+        Without ZeRO every rank owns all of them.
+        """
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            start, length, numel = 0, parameter.numel(), parameter.numel()
+            if hasattr(parameter, "ds_id"):
+                numel, share = parameter.ds_numel, parameter.ds_tensor.numel()
+                start, length = dist.get_rank() * share, share  # the last shares may be padding, in part or all
+            elif hasattr(parameter, "_hp_mapping"):
+                if parameter._hp_mapping is None:
+                    continue
+                address = parameter._hp_mapping.lp_fragment_address
+                start, length = address.start, address.numel
+            if start < numel:
+                yield name, parameter, start, min(start + length, numel)
+
+    def _piece(self, parameter: nn.Parameter, state: str) -> Tensor | None:
+        """This rank's part of a state, flat, padding included; None where the optimizer never saw a gradient."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        if hasattr(parameter, "ds_id"):
+            if state == MASTER:
+                return safe_get_local_fp32_param(parameter)
+            return safe_get_local_optimizer_state(parameter, state)
+        if hasattr(parameter, "_hp_mapping"):
+            return parameter._hp_mapping.get_hp_fragment(None if state == MASTER else state)
+        master = self._plain_master(parameter)
+        tensor = master if state == MASTER else self.optimizer.state.get(master, {}).get(state)
+        return None if tensor is None else tensor.detach().view(-1)
+
+    def _masters(self) -> list[Tensor]:
+        """The tensors that the base optimizer updates: flat shards, or without ZeRO the parameters."""
+        zero = self.deepspeed.optimizer
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+            if hasattr(zero, name):
+                return list(getattr(zero, name))
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _states(self) -> list[str]:
+        """Names of the optimizer's states that are as large as the weights."""
+        if self.stage != 3:
+            self._link_state()
+        return sorted({
+            key
+            for master in self._masters()
+            for key, value in self.optimizer.state.get(master, {}).items()
+            if torch.is_tensor(value) and value.shape == master.shape and value.ndim
+        })  # fmt: skip
+
+    def _fragments(self) -> Iterator[Fragment]:
+        """What this rank saves. Without ZeRO all ranks have the same, and rank 0 saves it."""
+        states = [MASTER, *self._states()]
+        if self.stage == 0 and dist.get_rank() > 0:
+            return
+        for name, parameter, start, end in self._pieces():
+            numel = getattr(parameter, "ds_numel", parameter.numel())
+            for state in states:
+                piece = self._piece(parameter, state)
+                if piece is not None:
+                    yield Fragment(name, state, piece[: end - start], start, numel)
+
+    def save(self, run: Path, step: int, mine: dict[str, Tensor], facts: dict[str, Any], keep_last: int) -> str | None:
+        """Save everything under a temporary name, check it, give it its own, move ``latest``, drop old ones. Collective.
 
         Args:
             run: the run folder.
@@ -386,51 +472,159 @@ class Engine:
             mine: this rank's own tensors (its trajectories).
             facts: small facts for ``state.json``.
             keep_last: how many checkpoints remain.
-        """
-        folder, name = run / "checkpoints", f"step-{step:06d}"
-        temporary = folder / f"saving-{name}"
-        rank = dist.get_rank()
-        if rank == 0:
-            for stale in folder.glob("saving-*"):
-                shutil.rmtree(stale)
-            temporary.mkdir(parents=True)
-        dist.barrier()
-        self.deepspeed.save_checkpoint(str(folder), tag=temporary.name, client_state={}, save_latest=False)
-        if mine:
-            save_file(mine, temporary / f"trajectories-{rank:05d}.safetensors")
-        dist.barrier()
-        if rank == 0:
-            write_json(temporary / "state.json", {"step": step, "world_size": dist.get_world_size(), **facts})
-            if (folder / name).exists():
-                shutil.rmtree(folder / name)
-            os.rename(temporary, folder / name)
-            write_text(run / "latest", name + "\n")
-            for old in sorted(folder.glob("step-*"))[:-keep_last]:
-                shutil.rmtree(old)
-        dist.barrier()
 
-    def load(self, run: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Load the checkpoint that ``latest`` names: ``(the facts of its state.json, this rank's own tensors)``.
+        Returns:
+            None, or why nothing was saved: an earlier checkpoint is then still there and complete.
+        """
+        folder, rank = run / "checkpoints", dist.get_rank()
+        temporary = folder / f"saving-{checkpoint.step_name(step)}"
+        facts = {
+            "step": step,
+            "world_size": dist.get_world_size(),
+            "updates": self.updates,
+            "optimizer": self._scalars(),
+            **facts,
+        }
+
+        def prepare() -> None:
+            checkpoint.clear(folder)
+            temporary.mkdir(parents=True)
+
+        def finish() -> None:
+            checkpoint.complete(temporary, {name: f for _, part in written for name, f in part.items()}, facts)
+            checkpoint.publish(run, temporary, step, keep_last)
+
+        problem = self._failed(_together(prepare if rank == 0 else None))
+        if problem is None:
+            written = _together(lambda: checkpoint.write_shard(temporary, rank, self._fragments(), mine))
+            problem = self._failed(written)
+        if problem is None:
+            problem = self._failed(_together(finish if rank == 0 else None))
+        if problem is not None and rank == 0:
+            checkpoint.clear(folder)
+        return problem
+
+    @staticmethod
+    def _failed(outcomes: list[tuple[str | None, Any]]) -> str | None:
+        return next((error for error, _ in outcomes if error), None)
+
+    def load(self, run: Path, on_damage: str) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+        """Load the newest checkpoint that is whole: the facts of its ``state.json``, and every rank's own tensors. Collective.
+
+        It may have been saved by any number of ranks, under any ZeRO stage.
+
+        Args:
+            on_damage: ``previous`` takes the one before a damaged one, with a warning; ``stop`` does not.
 
         Raises:
-            ConfigError: it is missing, or was saved by another number of ranks.
+            ConfigError: there is none, or it does not belong to this model.
         """
-        name = (run / "latest").read_text().strip()
-        folder = run / "checkpoints" / name
-        if not (folder / "state.json").exists():
-            raise ConfigError(f"checkpoint {str(folder)!r}, which {run / 'latest'} names, is missing or not complete")
-        facts = json.loads((folder / "state.json").read_text())
-        if facts["world_size"] != dist.get_world_size():
-            raise ConfigError(
-                f"checkpoint {str(folder)!r} was saved by {facts['world_size']} ranks; allowed is a resume with as many, "
-                f"not {dist.get_world_size()}"
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for folder in checkpoint.candidates(run):
+            problem = self._failed(_together(lambda: checkpoint.verify(folder, rank, world)))
+            if problem is None:
+                break
+            if on_damage == "stop":
+                raise ConfigError(f"{problem}; allowed with on_damage stop is a whole checkpoint")
+            if rank == 0:
+                print(f"warning: {problem}; trying the checkpoint before it", file=sys.stderr, flush=True)
+                checkpoint.set_aside(folder)
+        else:
+            raise ConfigError(f"run {str(run)!r} has no checkpoint that is whole; start a new run")
+        facts = checkpoint.read_facts(folder)
+        problem = self._failed(_together(lambda: self._restore(checkpoint.Shards(folder), facts)))
+        if problem is not None:
+            raise ConfigError(problem)
+        return facts, [checkpoint.read_own(folder, r) for r in range(facts["world_size"])]
+
+    @torch.no_grad()
+    def _restore(self, shards: checkpoint.Shards, facts: dict[str, Any]) -> None:
+        """Masters, optimizer states and the model's own weights from a checkpoint's fragments."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        self._check_fit(shards)
+        self.updates = facts["updates"]
+        for master in self._masters() if shards.states else []:
+            state = self.optimizer.state[master]
+            for key in shards.states:
+                state[key] = torch.zeros_like(master)
+            if "step" in facts["optimizer"]:
+                state["step"] = self._step_of(master, facts["optimizer"]["step"])
+        for group, saved in zip(self.optimizer.param_groups, facts["optimizer"].get("group_steps", [])):
+            group["step"] = saved
+        self._states()  # links what was made
+
+        zero = self.deepspeed.optimizer
+        if self.stage == 3:
+            zero.checkpoint_event_prologue()
+        for name, parameter, start, end in self._pieces():
+            for state in (MASTER, *shards.states):
+                # a state that an unused parameter never had; its average is the weight itself
+                key = state if f"{name}|{state}" in shards.numel else MASTER
+                value = shards.read(name, key, start, end)
+                if key != state and state != "ema":
+                    value.zero_()
+                if self.stage == 3:
+                    padded = value.new_zeros(parameter.ds_tensor.numel())
+                    padded[: end - start] = value
+                    if state == MASTER:
+                        safe_set_local_fp32_param(parameter, padded)
+                        parameter.ds_tensor.data[: end - start].copy_(value)
+                    else:
+                        safe_set_local_optimizer_state(parameter, padded, state)
+                else:
+                    self._piece(parameter, state)[: end - start].copy_(value)
+        if self.stage == 3:
+            zero.checkpoint_event_epilogue()
+        else:
+            for name, parameter in self.module.named_parameters():
+                if parameter.requires_grad:
+                    whole = shards.read(name, MASTER, 0, parameter.numel())
+                    parameter.data.copy_(whole.view(parameter.shape))
+
+    def _check_fit(self, shards: checkpoint.Shards) -> None:
+        numel = {
+            f"{n}|{MASTER}": getattr(p, "ds_numel", p.numel())
+            for n, p in self.module.named_parameters()
+            if p.requires_grad
+        }
+        saved = {key: size for key, size in shards.numel.items() if key.endswith(f"|{MASTER}")}
+        for key in sorted(numel.keys() ^ saved.keys()) or [k for k in sorted(numel) if numel[k] != saved[k]]:
+            raise checkpoint.Damage(
+                f"checkpoint {shards.folder} is of another model: {key.rsplit('|', 1)[0]} has {saved.get(key, 0)} elements "
+                f"there and {numel.get(key, 0)} here"
             )
-        path, _ = self.deepspeed.load_checkpoint(str(run / "checkpoints"), tag=name)
-        if path is None:
-            raise ConfigError(f"checkpoint {str(folder)!r} cannot be loaded by DeepSpeed")
-        self.updates = facts["step"]
-        mine = folder / f"trajectories-{dist.get_rank():05d}.safetensors"
-        return facts, (load_file(mine) if mine.exists() else {})
+
+    def _scalars(self) -> dict[str, Any]:
+        """How many updates the optimizer has counted, wherever it keeps that."""
+        out: dict[str, Any] = {}
+        for master in self._masters():
+            if "step" in (state := self.optimizer.state.get(master, {})):
+                out["step"] = int(state["step"])
+                break
+        if all("step" in group for group in self.optimizer.param_groups):
+            out["group_steps"] = [int(group["step"]) for group in self.optimizer.param_groups]
+        return out
+
+    def _step_of(self, master: Tensor, step: int) -> Tensor | int:
+        """``step`` as this optimizer keeps it: torch's own as a float tensor each, DeepSpeed's as a number."""
+        if not isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            return step
+        group = self.optimizer.param_groups[0]
+        device = master.device if group.get("fused") or group.get("capturable") else "cpu"
+        return torch.tensor(float(step), dtype=torch.float32, device=device)
+
+
+def _together(action: Callable[[], Any] | None) -> list[tuple[str | None, Any]]:
+    """Do a rank's part, and learn how every rank fared: ``(error, result)`` each. No rank leaves the others waiting."""
+    error = result = None
+    try:
+        result = action() if action else None
+    except (OSError, SafetensorError, checkpoint.Damage) as problem:
+        error = str(problem)
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (error, result))
+    return outcomes
 
 
 def freeze(model: nn.Module, ds_config: dict[str, Any], device: torch.device) -> Any:

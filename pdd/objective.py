@@ -157,6 +157,7 @@ class Objective:
         self.dtype = DTYPES[config.precision_decoding]
         self.batch = config.train_micro_batch_size_per_gpu
         self.nodes = torch.tensor(config.starts + [config.pdd_steps])
+        self.origin = (0, 0)  # a step, and the samples seen until then, by whatever ranks and batch
         self.carry = None
         if config.rollout_mode == "simulate":
             self.carry = TrajectoryCarry(
@@ -168,6 +169,20 @@ class Objective:
         if self.carry is None:
             return self._data_latent(step, round)
         return self._simulate(step, round)
+
+    def samples_seen(self, step: int) -> int:
+        """Samples over all ranks before a step: the cursor in the data of ``data_latent``."""
+        since, seen = self.origin
+        return seen + (step - since) * self.config.gradient_accumulation_steps * self.world * self.batch
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's trajectories; empty without any."""
+        return self.carry.state_dict() if self.carry is not None else {}
+
+    def load_state_dict(self, ranks: list[dict[str, Tensor]], step: int, seen: int) -> tuple[int, int] | None:
+        """Take up every saving rank's :meth:`state_dict`; see :meth:`pdd.carry.TrajectoryCarry.load_state_dict`."""
+        self.origin = (step, seen)
+        return self.carry.load_state_dict(ranks, self.device, self._fresh) if self.carry is not None else None
 
     def _heads(self, step: int, round: int, n: Tensor) -> Tensor:
         """Supervised heads of this rank's samples, ``[B, S]``, cut from a draw for the global batch."""
@@ -197,7 +212,7 @@ class Objective:
         """Real latents, noised at block starts that are multiples of ``block_size_min``."""
         config = self.config
         position = self.rank * self.batch + torch.arange(self.batch)
-        serials = (step * config.gradient_accumulation_steps + round) * self.world * self.batch + position
+        serials = self.samples_seen(step) + round * self.world * self.batch + position
         starts = self.nodes[:-1]
         generator = generator_for(config.seed, "starts", step, round)
         n = starts[torch.randint(len(starts), (self.world, self.batch), generator=generator)[self.rank]]
@@ -215,9 +230,9 @@ class Objective:
         slot = self.carry.slot(round, self._fresh, self._advance)
         n, following = self.nodes[slot.rung], self.nodes[slot.rung + 1]
         k = self._heads(step, round, n)
-        losses = self._loss(slot.state, n, k, self.carry.serials(round, slot.lap), following)
+        losses = self._loss(slot.state, n, k, slot.serial, following)
         facts = {"n": n, "distance": k - n[:, None], "rung": slot.rung}
-        self.carry.commit(round, losses.x_next, self._fresh)
+        facts["lost"] = self.carry.commit(round, losses.x_next, self._fresh)
         return losses, facts
 
     def _noise(self, serials: Tensor, shapes: dict[str, tuple[int, ...]]) -> State:

@@ -3,18 +3,23 @@
 config.yaml ds_config.json environment.json    what was run, on what
 log.jsonl                                      a line each log_every updates
 samples/                                       validation pictures and previews
-checkpoints/step-000100/  latest               DeepSpeed's own files and this rank's trajectories; the newest one's name
+checkpoints/step-000100/  latest               every rank's shard of the state; the newest one's name
 student/                                       the result; a run that has it is complete
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +99,49 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the disk know of names created or moved in a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+@contextmanager
+def best_effort(what: str) -> Iterator[None]:
+    """Go on with a warning where something that a run can do without cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: {what} could not be written: {error}", file=sys.stderr, flush=True)
+
+
+_claims: list[int] = []  # open as long as the process lives
+
+
+def claim(run: Path) -> str | None:
+    """Create a run's folder if need be, and hold it until this process ends; why that fails, if it does."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        handle = os.open(run, os.O_RDONLY)
+    except OSError as error:
+        return f"run folder {str(run)!r} cannot be created: {error.strerror}"
+    _claims.append(handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return f"run folder {str(run)!r} is in use by another process; allowed is another folder, or to wait for its end"
+        # a file system without locks
+    return None if os.access(run, os.W_OK) else f"run folder {str(run)!r} cannot be written to"
 
 
 def environment() -> dict[str, Any]:
@@ -143,7 +187,7 @@ class Log:
             write_text(self.path, "".join(line + "\n" for line in lines))
 
     def write(self, **facts: Any) -> None:
-        with open(self.path, "a") as file:
+        with best_effort(str(self.path)), open(self.path, "a") as file:
             file.write(json.dumps(facts) + "\n")
 
 

@@ -16,6 +16,7 @@ from pdd.engine import Processes
 from pdd.grid import Grid, partition
 from pdd.objective import DTYPES
 from pdd.pictures import grid as picture_grid
+from pdd.run import best_effort
 from pdd.sampling import endpoint, initial
 from pdd.student import Student
 from pdd.teacher import Teacher
@@ -90,4 +91,5 @@ class Validator:
     def _picture(self, states: list[State], path: Path) -> None:
         images = self.processes.gather(torch.cat([self.backbone.to_images(s).float() for s in states]))[: self.total]
         if self.processes.rank == 0:
-            picture_grid(images, self.config.validation_num).save(path)
+            with best_effort(str(path)):
+                picture_grid(images, self.config.validation_num).save(path)

@@ -54,7 +54,7 @@ def test_every_sample_climbs_rung_by_rung_and_keeps_its_trajectory(shape, stagge
             simulator, previous, visited = World(), None, set()
             for _ in range(3 * rungs + 1):
                 slot = simulator.step(carry, index)
-                serials = carry.serials(index, slot.lap)
+                serials = slot.serial
                 assert slot.state["x"].shape == (batch, 1)
                 assert torch.equal(slot.state["x"][:, 0], serials.double())
                 assert (slot.state["y"] == slot.rung.view(-1, 1, 1)).all(), "a state is where its rung says"
@@ -62,7 +62,7 @@ def test_every_sample_climbs_rung_by_rung_and_keeps_its_trajectory(shape, stagge
                     rung, serial = int(slot.rung[row]), int(serials[row])
                     visited.add((row, rung))
                     if previous is None:
-                        assert rung == carry.offsets(index)[row] and slot.lap[row] == 0
+                        assert rung == carry.offsets(index)[row] and serials[row] == carry.serials(index, 0)[row]
                         used.append(serial)
                     elif previous[0][row] == rungs - 1:
                         assert rung == 0 and serial > previous[1][row]
@@ -162,16 +162,17 @@ def test_a_restored_carry_goes_on_as_if_nothing_had_happened(stagger):
             simulator.step(carry, index)
     saved = {name: tensor.clone() for name, tensor in carry.state_dict().items()}
     restored = ranks_of(shape, stagger)[1]
-    restored.load_state_dict(carry.state_dict(), torch.device("cpu"))
+    other = ranks_of(shape, stagger)[0].state_dict()  # of a rank that is not this one
+    assert restored.load_state_dict([other, carry.state_dict()], torch.device("cpu"), None) is None
     for step in range(9):
         for index in range(3):
             before, after = World(), World()
             a, b = before.step(carry, index), after.step(restored, index)
-            assert torch.equal(a.rung, b.rung) and torch.equal(a.lap, b.lap)
+            assert torch.equal(a.rung, b.rung) and torch.equal(a.serial, b.serial)
             assert all(torch.equal(a.state[m], b.state[m]) and a.state[m].dtype == b.state[m].dtype for m in ("x", "y"))
             assert before.forwards == after.forwards
     third = ranks_of(shape, stagger)[1]
-    third.load_state_dict(saved, torch.device("cpu"))
+    third.load_state_dict([other, saved], torch.device("cpu"), None)
     assert {n: t.tolist() for n, t in third.state_dict().items()} == {n: t.tolist() for n, t in saved.items()}
 
 
@@ -182,24 +183,72 @@ def test_what_is_saved_is_flat_contiguous_and_without_a_graph():
     carry.slot(0, lambda serials: {"x": torch.zeros(3, 2)}, None)
     carry.commit(0, {"x": (weight * 2).T}, None)
     saved = carry.state_dict()
-    assert set(saved) == {"0.state.x", "0.rung", "0.lap"}
+    assert set(saved) == {"0.state.x", "0.rung", "0.serial", "layout"}
     assert all(t.is_contiguous() and not t.requires_grad and t.device.type == "cpu" for t in saved.values())
     assert TrajectoryCarry(4, 2, 3, 0, 1).state_dict() == {}
 
 
-@pytest.mark.parametrize("slots, batch, message", [
-    (1, 3, r"saved trajectories have slot 1 of 3 samples; this run has 1 slots of 3"),
-    (2, 4, r"saved trajectories have slot 0 of 3 samples; this run has 2 slots of 4"),
-    (2, 2, r"saved trajectories have slot 0 of 3 samples; this run has 2 slots of 2"),
-])  # fmt: skip
-def test_trajectories_of_another_shape_are_refused_whole(slots, batch, message):
-    carry = TrajectoryCarry(4, 2, 3, 0, 1)
+def fresh_states(serials):
+    return {"x": serials[:, None].double(), "y": torch.zeros(len(serials), 2, 2)}
+
+
+@pytest.mark.parametrize(
+    "world, slots, batch", [(1, 2, 3), (1, 2, 6), (2, 1, 6), (4, 1, 3), (1, 1, 5), (4, 2, 3), (2, 2, 7), (3, 3, 4)]
+)
+def test_trajectories_are_dealt_again_to_another_layout(world, slots, batch):
+    """In order, each with its state, rung and serial number; nothing is invented, and no number is used twice."""
+    old = ranks_of((4, 2, 3, 2), "sample")
+    for carry in old:
+        for index in range(2):
+            for _ in range(7):
+                World().step(carry, index)
+    everything = {}
     for index in range(2):
-        World().step(carry, index)
-    other = TrajectoryCarry(4, slots, batch, 0, 1)
-    with pytest.raises(ValueError, match=message):
-        other.load_state_dict(carry.state_dict(), torch.device("cpu"))
-    assert other.slots == [None] * slots, "nothing of it was taken"
+        for carry in old:
+            slot = carry.slots[index]
+            for row in range(3):
+                everything[int(slot.serial[row])] = (int(slot.rung[row]), float(slot.state["x"][row]))
+    new = [TrajectoryCarry(4, slots, batch, rank, world, "sample") for rank in range(world)]
+    total = world * slots * batch
+    for carry in new:
+        dealt = carry.load_state_dict([c.state_dict() for c in old], torch.device("cpu"), fresh_states)
+        assert dealt == (min(12, total), total)
+    going_on, first_rungs = [], []
+    for index in range(slots):
+        empty = {carry.slots[index] is None for carry in new}
+        assert len(empty) == 1, "else some rank would walk to its staggered start alone"
+        for carry in new if empty == {False} else []:
+            slot = carry.slots[index]
+            for row, serial in enumerate(slot.serial.tolist()):
+                if serial in everything:
+                    assert everything[serial] == (int(slot.rung[row]), float(slot.state["x"][row]))
+                    going_on.append(serial)
+                else:
+                    assert slot.rung[row] == 0 and slot.state["x"][row] == serial > max(everything)
+                    first_rungs.append(serial)
+    assert going_on == list(everything)[: min(12, total)]
+    used = [*everything, *first_rungs]
+    for carry in new:  # from here on every number is new
+        for index in range(slots):
+            if carry.slots[index] is None:
+                continue
+            known = set(carry.slots[index].serial.tolist())
+            for _ in range(9):
+                carry.commit(index, carry.slots[index].state, fresh_states)
+                used += [s for s in carry.slots[index].serial.tolist() if s not in known]
+                known |= set(carry.slots[index].serial.tolist())
+    assert len(used) == len(set(used))
+
+
+def test_a_trajectory_that_is_no_longer_finite_restarts():
+    carry = TrajectoryCarry(4, 1, 3, 0, 1)
+    carry.slot(0, fresh_states, None)
+    state = fresh_states(torch.tensor([0, 1, 2]))
+    state["y"][1, 0] = float("nan")
+    assert carry.commit(0, state, fresh_states).tolist() == [False, True, False]
+    slot = carry.slots[0]
+    assert slot.rung.tolist() == [1, 0, 1] and slot.serial.tolist() == [0, 4, 2]
+    assert slot.state["x"][:, 0].tolist() == [0, 4, 2] and slot.state["y"].isfinite().all()
 
 
 def test_merge_chooses_sample_by_sample():
