@@ -84,7 +84,14 @@ class Course:
             if not 1 <= theirs < steps:
                 raise ValueError(f"second_steps is {theirs}; allowed are 1 to {steps - 1} of steps {steps}")
             share = {id(self.student): steps - theirs, id(self.second): theirs}
-        return [student.nodes(share[id(student)], self.force) for student in self.students]
+        nodes = []
+        for student in self.students:
+            try:
+                nodes.append(student.nodes(share[id(student)], self.force))
+            except ValueError as error:
+                whose = f"{student.backbone.expert} expert: " if self.second else ""
+                raise ValueError(f"{whose}{error}") from None
+        return nodes
 
 
 class PDDScheduler(FlowMatchEulerDiscreteScheduler):
