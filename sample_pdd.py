@@ -85,6 +85,8 @@ def sample(args) -> None:
             raise ConfigError(
                 f"{name} {str(folder)!r} has no finished student; allowed is the folder of a complete run"
             )
+    if args.compare and second is not None:
+        raise ConfigError("compare is true; allowed is a student of the whole clock, without --second")
     for name in ("num", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
@@ -117,8 +119,6 @@ def sample(args) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
     if args.compare:
-        if second is not None:
-            raise ConfigError("compare is true; allowed is a student of the whole clock, not one expert's")
         partitions = {steps: nodes for steps, (nodes,) in partitions.items()}
         fused = FusedStudent(student.transformer, student.backbone, student.grid)
         picture, table = compare(
@@ -157,7 +157,7 @@ def sample(args) -> None:
 
 
 def second_guidance(args, config: Config, backbone, rows):
-    """Conditioning -> arguments of the pipeline that guide the checkpoint's own expert as the run's was.
+    """Conditioning -> arguments of the pipeline that guide the checkpoint's own expert, as plainly as the pipeline does.
 
     Raises:
         ConfigError: a scale that the pipeline cannot use, or no cfg_uncond in the run's configuration.

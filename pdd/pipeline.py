@@ -51,8 +51,9 @@ class Course:
     def __post_init__(self) -> None:
         mine = self.student.backbone
         if mine.expert is None:
-            if self.second is not None:
-                raise ValueError("second is given; allowed is none, the student serves the whole clock")
+            for name in ("second", "second_steps"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is given; allowed is none, the student serves the whole clock")
             return
         if self.second is None:
             raise ValueError(
@@ -227,7 +228,7 @@ def read_second(
     if str(second) != TEACHER:
         return read_student(Path(second), dtype, device)
     if student.backbone.expert is None:
-        raise ValueError(f"second is {TEACHER!r}; allowed is none, the student serves the whole clock")
+        raise ValueError("second is given; allowed is none, the student serves the whole clock")
     if steps is None or steps < 1:
         raise ValueError(
             f"second_steps is {steps}; allowed is 1 or more, the Euler steps of the checkpoint's own expert"
