@@ -3,6 +3,8 @@
     python sample_pdd.py --steps 4                                   # the newest complete run under runs/
     python sample_pdd.py --steps 2 --run runs/mine --prompt "any digit" --prompt three --num 8 --seed 1
     python sample_pdd.py --steps 1 2 4 8 --compare                   # beside its teacher: compare.png, compare.json
+    python sample_pdd.py --steps 4 --run runs/high --second runs/low               # two experts, a run each: 2 + 2 forwards
+    python sample_pdd.py --steps 24 --run runs/high --second teacher --second_steps 20   # one distilled: 4 + 20
 
 Plain torch: no DeepSpeed, one process. Prompts are looked up in the run's conditioning dataset.
 """
@@ -10,6 +12,7 @@ Plain torch: no DeepSpeed, one process. Prompts are looked up in the run's condi
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from pdd.config import Config, ConfigError, Parser, read_yaml, unknown
@@ -19,6 +22,23 @@ def parser() -> Parser:
     flags = Parser(description=__doc__)
     flags.add_argument("--steps", type=int, nargs="+", default=[4], metavar="K", help="forwards per sample (default 4)")
     flags.add_argument("--run", help="run folder; the newest complete one under runs/ if not given")
+    flags.add_argument(
+        "--second",
+        metavar="RUN",
+        help="the other expert's run folder, or teacher: the checkpoint's own, in Euler steps",
+    )
+    flags.add_argument(
+        "--second_steps",
+        type=int,
+        metavar="K",
+        help="how many of --steps are the second one's (default half, rounded down)",
+    )
+    flags.add_argument(
+        "--second_guidance",
+        type=float,
+        metavar="SCALE",
+        help="guidance of --second teacher; that of the run if not given",
+    )
     flags.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     flags.add_argument("--prompts", help="text file of prompts, one a line")
     flags.add_argument("--num", type=int, help="samples per prompt (default 8; 500 with --compare)")
@@ -52,15 +72,21 @@ def sample(args) -> None:
     from pdd.data import Rows
     from pdd.draws import noise
     from pdd.formats import read_student
-    from pdd.pipeline import load_student
+    from pdd.pipeline import TEACHER, Course, load_student, read_second
     from pdd.sampling import initial
     from pdd.student import FusedStudent
 
     run = Path(args.run) if args.run else runs.newest(complete=True)
     if run is None:
         raise ConfigError("there is no complete run under runs/; train one, or name one with --run")
-    if not runs.is_complete(run):
-        raise ConfigError(f"run {str(run)!r} has no finished student; allowed is the folder of a complete run")
+    second = args.second if args.second in (None, TEACHER) else Path(args.second)
+    for name, folder in (("run", run), ("second", second)):
+        if isinstance(folder, Path) and not runs.is_complete(folder):
+            raise ConfigError(
+                f"{name} {str(folder)!r} has no finished student; allowed is the folder of a complete run"
+            )
+    if args.compare and second is not None:
+        raise ConfigError("compare is true; allowed is a student of the whole clock, without --second")
     for name in ("num", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
@@ -71,19 +97,29 @@ def sample(args) -> None:
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     try:
         student = read_student(run / "student", dtype, device)
-        partitions = {steps: student.nodes(steps, args.force) for steps in dict.fromkeys(args.steps)}
+        if second is not None:
+            where = second / "student" if isinstance(second, Path) else second
+            second = read_second(student, where, args.second_steps, dtype=dtype, device=device)
+        course = Course(student, second, args.second_steps, args.force)
+        partitions = {steps: course.nodes(steps) for steps in dict.fromkeys(args.steps)}
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    for steps in partitions:
-        if steps < student.facts["fewest_steps"]:
+    for steps, walks in partitions.items():
+        if any(len(nodes) <= one.facts["fewest_steps"] for one, nodes in zip(course.students, walks)):
             print(f"warning: --force: {steps} forwards use blocks wider than trained", file=sys.stderr)
     rows = Rows(config, student.backbone)
+    guided = lambda cond: {}  # noqa: E731
+    if args.second == TEACHER:
+        guided = second_guidance(args, config, student.backbone, rows)
+    elif args.second_guidance is not None:
+        raise ConfigError(f"second_guidance is {args.second_guidance}; allowed is none, without --second {TEACHER}")
     prompts = wanted_prompts(args, rows)
     print(f"run {run}", flush=True)
     out = Path(args.out) if args.out else run
     out.mkdir(parents=True, exist_ok=True)
 
     if args.compare:
+        partitions = {steps: nodes for steps, (nodes,) in partitions.items()}
         fused = FusedStudent(student.transformer, student.backbone, student.grid)
         picture, table = compare(
             fused, config, rows, prompts, partitions, args.num or 500, args.seed, args.batch, device
@@ -95,7 +131,9 @@ def sample(args) -> None:
         return
 
     try:
-        pipe = load_student(student, text_encoders=False, force=args.force, device=device)
+        pipe = load_student(
+            student, text_encoders=False, force=args.force, device=device, second=second, second_steps=args.second_steps
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     pipe.set_progress_bar_config(disable=True)
@@ -112,20 +150,38 @@ def sample(args) -> None:
                 for m, shape in rows.latent_shapes.items()
             }
             cond = rows.cond(torch.tensor([rows.find(prompt) for prompt, _ in chunk]), device)
-            made += call(pipe, student.backbone, cond, initial(eps, student.grid), steps)
+            made += call(pipe, student.backbone, cond, initial(eps, course.students[0].grid), steps, guided)
         print(
             f"{steps} forwards: {write(made, jobs, num, out / f'sample-nfe{steps}-seed{args.seed}', pipe, student.backbone)}"
         )
 
 
-def call(pipe, backbone, cond, state, steps: int) -> list:
+def second_guidance(args, config: Config, backbone, rows):
+    """Conditioning -> arguments of the pipeline that guide the checkpoint's own expert, as plainly as the pipeline does.
+
+    Raises:
+        ConfigError: a scale that the pipeline cannot use, or no cfg_uncond in the run's configuration.
+    """
+    from pdd.teacher import unconditional_condition
+
+    scale = args.second_guidance
+    if scale is None:
+        scale = config.teacher_guidance_scale
+        scale = scale.get(backbone.modalities[0], 1.0) if isinstance(scale, dict) else scale
+    if not scale >= 1:
+        raise ConfigError(f"second_guidance is {scale}; allowed is 1 for none, or more")
+    unconditional = unconditional_condition(replace(config, teacher_guidance_scale=scale), backbone, rows)
+    return lambda cond: backbone.guide_other(scale, unconditional(cond)) if unconditional else {}
+
+
+def call(pipe, backbone, cond, state, steps: int, guided) -> list:
     """One batch through the stock pipeline: (picture or frames in [0, 1], sound or None) of every sample."""
     decodes = getattr(pipe, "vae", None) is not None
     cond = {column: value.to(pipe.dtype) if value.is_floating_point() else value for column, value in cond.items()}
     result = pipe(
         **backbone.pipeline_condition(cond),
         **backbone.to_pipeline(state),
-        **backbone.pipeline_arguments(),
+        **{**backbone.pipeline_arguments(), **guided(cond)},
         num_inference_steps=steps,
         output_type="pt" if decodes else "latent",
     )

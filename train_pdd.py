@@ -46,7 +46,6 @@ def train(argv: list[str]) -> int:
     from pdd.data import Rows
     from pdd.engine import Engine, Processes, StopSignal, fill_ds_config, freeze, read_ds_config
     from pdd.formats import contract, load_transformer, save_student
-    from pdd.grid import Grid
     from pdd.objective import Objective
     from pdd.pictures import grid as picture_grid
     from pdd.student import Student, Velocity, head_parameters, widen
@@ -57,11 +56,12 @@ def train(argv: list[str]) -> int:
     fill_ds_config(ds_config, config, world=1, on_accelerator=False)
     try:
         backbone = read_backbone(config.teacher_dir, config.size)
+        backbone.choose(config.expert)
         scales = config.teacher_guidance_scale
         for scale in scales.values() if isinstance(scales, dict) else [scales]:
             backbone.check_guidance(scale)
         backbone.check_skip(config.uncond_skip_layer)
-        grid = Grid(config.pdd_steps, shifts(config, backbone), config.grid_max_t)
+        grid = backbone.grid(config.pdd_steps, shifts(config, backbone), config.grid_max_t)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rows = Rows(config, backbone)
@@ -88,8 +88,9 @@ def train(argv: list[str]) -> int:
         dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
 
         try:
-            base = load_transformer(config.teacher_dir, dtype)
-            transformer = widen(load_transformer(config.teacher_dir, dtype), backbone, config.pdd_steps)
+            base = load_transformer(config.teacher_dir, dtype, backbone.component)
+            transformer = load_transformer(config.teacher_dir, dtype, backbone.component)
+            transformer = widen(transformer, backbone, config.pdd_steps)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if config.gradient_checkpointing:

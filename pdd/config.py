@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from pdd.backbones.base import Size
+from pdd.backbones.base import EXPERTS, Size
 from pdd.grid import GRID_MAX_T, carried_step_count, fewest_blocks, partition, widest_block
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +40,10 @@ class Model:
     """teacher and grid"""
 
     teacher: str = knob("", "the teacher: a folder as Diffusers saves a pipeline, or a hub's owner/name", fixed=True)
+    expert: str | None = knob(
+        None, "of a checkpoint with two transformers, the one distilled, over its own part of the clock",
+        choices=tuple(EXPERTS), fixed=True,
+    )  # fmt: skip
     pdd_steps: int = knob(256, "N: intervals of the fine grid, one head each", fixed=True)
     shift: float | dict | None = knob(
         None, "rational time shift of the grid, one number or modality: number; the teacher's scheduler's if not given",
@@ -282,13 +286,19 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
 
     @property
     def teacher_dir(self) -> Path:
-        return model_folder(self.teacher, "transformer/*.safetensors", "features/*", "latents/*", "conditioning/*")
+        weights = f"{EXPERTS.get(self.expert, 'transformer')}/*.safetensors"
+        return model_folder(self.teacher, weights, "features/*", "latents/*", "conditioning/*")
+
+    @property
+    def needs_latents(self) -> bool:
+        """Do training states start from real latents? The low expert's own trajectories do: they start amid the clock."""
+        return self.rollout_mode == "data_latent" or self.expert == "low"
 
     @property
     def data_dir(self) -> Path:
         if self.data:
             return resolve(self.data)
-        return self.teacher_dir / ("latents" if self.rollout_mode == "data_latent" else "conditioning")
+        return self.teacher_dir / ("latents" if self.needs_latents else "conditioning")
 
     def learning_rates(self, step: int) -> tuple[float, float]:
         """Learning rates of backbone and heads for the update at 0-based ``step``: warm-up, then the schedule."""

@@ -42,16 +42,16 @@ def check_encoding(path: Path, teacher_dir: Path) -> None:
 class Rows:
     """The dataset of a run: which prompts are trained on, and their conditioning.
 
-    A row has a ``prompt``, the family's conditioning columns and, for ``data_latent``, its latent columns. Rows of the
+    A row has a ``prompt``, the family's conditioning columns and, where ``needs_latents``, its latent columns. Rows of the
     empty and of the negative prompt are there to be looked up, not to be trained on. An optional boolean column
     ``<latents>_mask`` marks the valid elements of padded latents.
 
     Args:
-        config: the knobs that name the folder, the regime, the seed and the negative prompt.
+        config: the knobs that name the folder, the regime, the expert, the seed and the negative prompt.
         backbone: the family that says which columns.
 
     Raises:
-        ConfigError: no dataset there, columns missing, prompt-only data with ``data_latent``, nothing to train on.
+        ConfigError: no dataset there, columns missing, prompt-only data where latents are needed, nothing to train on.
     """
 
     def __init__(self, config: Config, backbone: Backbone):
@@ -66,10 +66,12 @@ class Rows:
             )
         latent_columns = backbone.latent_columns
         self.has_latents = all(c in self.dataset.column_names for c in latent_columns.values())
-        if config.rollout_mode == "data_latent" and not self.has_latents:
+        if config.needs_latents and not self.has_latents:
+            knob, otherwise = "rollout_mode is 'data_latent'", "rollout_mode simulate, or data with latents"
+            if config.expert == "low":
+                knob, otherwise = "expert is 'low'", "data with latents, for its trajectories start from noised ones"
             raise ConfigError(
-                f"rollout_mode is 'data_latent' but data {str(self.path)!r} has no {list(latent_columns.values())}; "
-                "allowed is rollout_mode simulate, or data with latents"
+                f"{knob} but data {str(self.path)!r} has no {list(latent_columns.values())}; allowed is {otherwise}"
             )
         self.masks = {m: f"{c}_mask" for m, c in latent_columns.items() if f"{c}_mask" in self.dataset.column_names}
         self.prompts: list[str] = list(self.dataset["prompt"])
@@ -86,7 +88,7 @@ class Rows:
         self._pass = torch.tensor(self.trained).repeat_interleave(torch.tensor(times))
         self._shuffle = Shuffle(len(self._pass), config.seed)
         self._tensors = self.dataset.with_format("torch")
-        if config.rollout_mode == "data_latent":
+        if config.needs_latents:
             self.latent_shapes = {m: tuple(self._tensors[0][c].shape) for m, c in latent_columns.items()}
         else:
             try:

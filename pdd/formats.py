@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pdd.backbones import Backbone, Size, backbone_for, read_json
-from pdd.config import Config
+from pdd.backbones import EXPERTS, Backbone, Size, backbone_for, read_backbone, read_json
+from pdd.config import Config, model_folder
 from pdd.grid import Grid, fewest_blocks, partition, widest_block
 from pdd.run import write_json
 from pdd.student import widen
@@ -139,6 +139,9 @@ def contract(config: Config, grid: Grid, backbone: Backbone, step: int, ema: boo
         "format": "pdd-student",
         "pdd_steps": grid.pdd_steps,
         "grid_max_t": grid.max_t,
+        "expert": backbone.expert,
+        "component": backbone.component,
+        "clock_part": list(grid.part),
         "shift": {m: s.shift for m, s in grid.schedules.items()},
         "block_size_min": config.block_size_min,
         "block_size_max": config.block_size_max,
@@ -156,7 +159,7 @@ def contract(config: Config, grid: Grid, backbone: Backbone, step: int, ema: boo
         "trained_steps": step,
         "ema_decay": config.ema_decay if ema else 0.0,
         "size": dataclasses.asdict(backbone.size),
-        "components": {name: config for name, config in backbone.configs.items() if name != "transformer"},
+        "components": {name: config for name, config in backbone.configs.items() if name != backbone.component},
     }
 
 
@@ -233,9 +236,34 @@ def read_student(folder: Path, dtype: torch.dtype | None = None, device: str = "
             f"{folder}: transformer/config.json has pdd_steps {config.get('pdd_steps')}, {CONTRACT} has {facts['pdd_steps']}"
         )
     base = {k: v for k, v in config.items() if k != "pdd_steps"}
-    backbone = backbone_for({**facts["components"], "transformer": base}, Size(**facts["size"]))
+    # "expert", "component" and "clock_part" are not in the contracts of older students
+    configs = {**facts["components"], facts.get("component", "transformer"): base}
+    backbone = backbone_for(configs, Size(**facts["size"]))
+    backbone.choose(facts.get("expert"))
     transformer = widen(empty_transformer(config), backbone, facts["pdd_steps"])
     weights = in_dtype(read_weights(folder / "transformer"), transformer, dtype)
     _load(transformer, weights, folder / "transformer")
-    grid = Grid(facts["pdd_steps"], facts["shift"], facts["grid_max_t"])
+    grid = Grid(facts["pdd_steps"], facts["shift"], facts["grid_max_t"], facts.get("clock_part", (1.0, 0.0)))
+    return LoadedStudent(transformer.to(device).eval().requires_grad_(False), backbone, grid, facts)
+
+
+def untrained_student(
+    base_model: str, like: LoadedStudent, steps: int, dtype: torch.dtype, device: str
+) -> LoadedStudent:
+    """The checkpoint's other expert as a student before training, one head a step: it takes ``steps`` Euler steps.
+
+    Args:
+        base_model: the checkpoint, a folder or a hub's ``owner/name``.
+        like: a student of one expert; size, shift and start of the clock are its.
+
+    Raises:
+        ValueError: the weights of the other one cannot be read.
+    """
+    expert = next(name for name in EXPERTS if name != like.backbone.expert)
+    folder = model_folder(base_model, f"{EXPERTS[expert]}/*.safetensors")
+    backbone = read_backbone(folder, like.backbone.size)
+    backbone.choose(expert)
+    grid = backbone.grid(steps, like.facts["shift"], like.grid.max_t)
+    transformer = widen(load_transformer(folder, dtype, backbone.component), backbone, steps)
+    facts = {"student_grid_indices": None, "block_size_max": 1, "fewest_steps": steps}
     return LoadedStudent(transformer.to(device).eval().requires_grad_(False), backbone, grid, facts)

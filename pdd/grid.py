@@ -4,7 +4,8 @@ Pure mathematics in float64, on the CPU, with no model in sight.
 
 One convention (design, decision 1): noise level sigma runs from about 1 (noise) to 0 (data), a state is
 ``x = (1 - sigma) * x0 + sigma * eps`` and a velocity is ``dx / dsigma = eps - x0``. A base clock ``u`` falls
-from ``grid_max_t`` to 0 in N equal intervals; each modality reads its own ``sigma_m(u)`` from it.
+from ``grid_max_t`` to 0, or through an expert's part of that, in N equal intervals; each modality reads its own
+``sigma_m(u)`` from it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Shift:
         """Base clock at noise level ``sigma`` (any shape)."""
         return Shift(1 / self.shift, self.max_t)(sigma)
 
+    def fraction(self, sigma: float) -> float:
+        """Share of the clock that is left at noise level ``sigma``: :meth:`inverse` over ``max_t``."""
+        return sigma / (self.shift * (self.max_t - sigma) + sigma)
+
     def slope(self, u: Tensor) -> Tensor:
         """``df / du`` at base clock ``u``."""
         return self.shift * self.max_t**2 / self._denominator(u) ** 2
@@ -48,22 +53,34 @@ class Shift:
 
 
 class Grid:
-    """N intervals of the base clock and what they are for every modality.
+    """N equal intervals of the base clock, or of a part of it, and what they are for every modality.
 
     Args:
         pdd_steps: N, the number of intervals (= heads).
         shifts: modality name -> time shift (> 0).
         max_t: the clock's start; 0.999 as in the seed, 1.0 for students that start from pure noise.
+        part: shares of the clock that are left where the grid starts and where it ends; (1, 0) is all of it.
 
     Raises:
         ValueError: when an integration weight is zero or not finite (the seed's ``validate_finite_nonzero``).
     """
 
-    def __init__(self, pdd_steps: int, shifts: Mapping[str, float], max_t: float = GRID_MAX_T):
+    def __init__(
+        self,
+        pdd_steps: int,
+        shifts: Mapping[str, float],
+        max_t: float = GRID_MAX_T,
+        part: Sequence[float] = (1.0, 0.0),
+    ):
         self.pdd_steps = pdd_steps
         self.max_t = max_t
+        self.part = tuple(part)
         self.schedules = {name: Shift(float(shift), max_t) for name, shift in shifts.items()}
-        self.u = max_t * torch.arange(pdd_steps, -1, -1, dtype=torch.float64) / pdd_steps  # [N+1], falling
+        left = torch.arange(pdd_steps, -1, -1, dtype=torch.float64)  # N - k
+        # [N+1], falling from part[0] N to part[1] N: N times the share of the clock that is left at every node
+        self._left = self.part[0] * left + self.part[1] * (pdd_steps - left)
+        self._gone = (1 - self.part[0]) * left + (1 - self.part[1]) * (pdd_steps - left)
+        self.u = max_t * self._left / pdd_steps  # [N+1], falling
         for name, h in self.h.items():
             if not bool(torch.isfinite(h).all() & (h != 0).all()):
                 raise ValueError(
@@ -72,31 +89,34 @@ class Grid:
                 )
 
     @property
+    def starts_from_noise(self) -> bool:
+        """Is the grid's start the clock's own? Otherwise states there have a share of data in them."""
+        return self.part[0] == 1
+
+    @property
     def modalities(self) -> tuple[str, ...]:
         return tuple(self.schedules)
 
     @cached_property
     def sigma(self) -> dict[str, Tensor]:
-        """Modality -> noise level at every node, ``[N+1]``, falling from ``max_t`` to 0."""
-        left = torch.arange(self.pdd_steps, -1, -1, dtype=torch.float64)  # N - k
-        return {m: f.shift * self.max_t * left / self._denominators(f.shift) for m, f in self.schedules.items()}
+        """Modality -> noise level at every node, ``[N+1]``, falling; from ``max_t`` to 0 on the whole clock."""
+        return {m: f.shift * self.max_t * self._left / self._denominators(f.shift) for m, f in self.schedules.items()}
 
     @cached_property
     def h(self) -> dict[str, Tensor]:
         """Modality -> signed integration weight of every interval, ``[N]``: ``x_{k+1} = x_k + h_k v_k``.
 
-        ``sigma_{k+1} - sigma_k = -s M N / (d_k d_{k+1})`` with ``d_k = k + s (N - k)``: never the difference of two
-        nearly equal noise levels.
+        ``sigma_{k+1} - sigma_k = -s M N p / (d_k d_{k+1})`` for a part of width ``p``, with ``d_k = k + s (N - k)`` on the
+        whole clock: never the difference of two nearly equal noise levels.
         """
-        weights = {}
+        weights, width = {}, self.part[0] - self.part[1]
         for m, f in self.schedules.items():
             d = self._denominators(f.shift)
-            weights[m] = -f.shift * self.max_t * self.pdd_steps / (d[:-1] * d[1:])
+            weights[m] = -f.shift * self.max_t * self.pdd_steps * width / (d[:-1] * d[1:])
         return weights
 
     def _denominators(self, shift: float) -> Tensor:
-        k = torch.arange(self.pdd_steps + 1, dtype=torch.float64)
-        return k + shift * (self.pdd_steps - k)
+        return self._gone + shift * self._left
 
     def block_weight(self, name: str, start: int, end: int) -> float:
         """``sigma(u_end) - sigma(u_start)`` of a block, as the sum of its interval weights."""

@@ -241,7 +241,8 @@ class Objective:
 
     def _fresh(self, serials: Tensor) -> State:
         """States at the grid's start of the trajectories with these serial numbers."""
-        return initial(self._noise(serials, self.rows.latent_shapes), self.grid)
+        x0 = None if self.grid.starts_from_noise else self.rows.latents(self.rows.shuffled(serials), self.device)
+        return initial(self._noise(serials, self.rows.latent_shapes), self.grid, x0)
 
     def _advance(self, state: State, serials: Tensor, rung: int) -> State:
         """One rung of the stagger's pre-walk."""

@@ -40,6 +40,13 @@ def endpoint(
     return state
 
 
-def initial(noise: State, grid: Grid) -> State:
-    """States at the grid's start: the noise scaled by each modality's ``sigma(u_0)``, as in the seed."""
-    return {m: x * float(grid.sigma[m][0]) for m, x in noise.items()}
+def initial(noise: State, grid: Grid, x0: State | None = None) -> State:
+    """States at the grid's start: the noise scaled by each modality's ``sigma(u_0)``, as in the seed.
+
+    A grid that starts amid the clock has data in its first states, too: ``(1 - sigma(u_0)) x0`` of given latents, which
+    is how the states there are distributed.
+    """
+    state = {m: x * float(grid.sigma[m][0]) for m, x in noise.items()}
+    if x0 is None:
+        return state
+    return {m: x + (1 - float(grid.sigma[m][0])) * x0[m].to(x.dtype) for m, x in state.items()}

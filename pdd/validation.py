@@ -85,7 +85,8 @@ class Validator:
                 for m, shape in self.rows.latent_shapes.items()
             }
             indices = torch.tensor([self.prompts[i % self.total // self.config.validation_num] for i in chunk])
-            starts.append((initial(eps, self.grid), self.rows.cond(indices, device)))
+            x0 = None if self.grid.starts_from_noise else self.rows.latents(indices, device)
+            starts.append((initial(eps, self.grid, x0), self.rows.cond(indices, device)))
         return starts
 
     def _picture(self, states: list[State], path: Path) -> None:

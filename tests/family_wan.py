@@ -18,13 +18,16 @@ SIZE = Size(height=48, width=64, num_frames=13)  # 6 x 8 latents, 4 of them in t
 PATCH = (2, 3, 2)  # three different sides, so that no two can be exchanged (the published ones are 1, 2, 2)
 
 
-def build(folder: Path, patch: tuple[int, ...] = PATCH, **pipeline) -> None:
-    """Save the pipeline as Diffusers does; its text encoder is left out."""
+def build(folder: Path, patch: tuple[int, ...] = PATCH, boundary: float | None = None, **pipeline) -> None:
+    """Save the pipeline as Diffusers does; its text encoder is left out. With a ``boundary`` it has two experts."""
     torch.manual_seed(0)
-    transformer = WanTransformer3DModel(
+    shape = dict(
         patch_size=patch, num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=12,
-        freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=32,
+        freq_dim=16, num_layers=2, rope_max_seq_len=32,
     )  # fmt: skip
+    transformer = WanTransformer3DModel(**shape, ffn_dim=32)
+    if boundary is not None:  # of another width, so that the one's weights do not fit the other
+        pipeline |= {"transformer_2": WanTransformer3DModel(**shape, ffn_dim=40), "boundary_ratio": boundary}
     autoencoder = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.1] * 4, latents_std=[1.5] * 4
     )  # fmt: skip
@@ -56,6 +59,7 @@ def stock(
     cond: dict[str, torch.Tensor],
     uncond: dict[str, torch.Tensor] | None = None,
     guidance: float = 1.0,
+    guidance_2: float | None = None,
 ) -> dict[str, torch.Tensor]:
     """The stock pipeline's last latents, in this project's layout.
 
@@ -63,7 +67,7 @@ def stock(
         state: what the pipeline starts from.
         sigmas: modality -> noise levels of its steps, the final 0 left out.
         cond, uncond: conditional and unconditional columns.
-        guidance: its guidance scale.
+        guidance, guidance_2: its guidance scale, and that of the second expert.
     """
     pipe = WanPipeline.from_pretrained(folder, **dict.fromkeys(ABSENT))
     # the published scheduler, UniPC, is of second order; the sigmas given are final
@@ -73,6 +77,6 @@ def stock(
     negative = {f"negative_{name}": value for name, value in (uncond or {}).items()}
     latents = pipe(
         **cond, **negative, latents=state["video"], num_inference_steps=len(sigmas["video"]), guidance_scale=guidance,
-        output_type="latent", **vars(SIZE),
+        guidance_scale_2=guidance_2, output_type="latent", **vars(SIZE),
     ).frames  # fmt: skip
     return {"video": latents}

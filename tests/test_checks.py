@@ -234,6 +234,9 @@ SAMPLING = {
     "--num 0": ["num is 0", "1 or more"],
     "--prompt thre": ["'thre'", "'three'"],
     "--prompts nowhere.txt": ["prompts 'nowhere.txt'", "cannot be read"],
+    "--second teacher --second_steps 2": ["second is given", "whole clock"],
+    "--second_steps 2": ["second_steps is given", "whole clock"],
+    "--second_guidance 2": ["second_guidance is 2.0", "--second teacher"],
     "--sead 1": ["--sead", "--seed"],
 }
 

@@ -72,6 +72,44 @@ def test_a_weight_that_is_zero_or_not_finite_is_refused(shift):
         Grid(16, {"image": 1.0, "sound": shift})
 
 
+# ---------------------------------------------------------------------------------------------------- a part of the clock
+
+
+def exact_part(shift: float, max_t: float, pdd_steps: int, part: tuple[float, float]) -> list[Fraction]:
+    """Noise levels at the nodes of a part of the clock, with no rounding at all."""
+    s, m, (a, b) = Fraction(shift), Fraction(max_t), map(Fraction, part)
+    clock = [m * (a * (pdd_steps - k) + b * k) / pdd_steps for k in range(pdd_steps + 1)]
+    return [s * u * m / (u * (s - 1) + m) for u in clock]
+
+
+@pytest.mark.parametrize("max_t", [0.999, 1.0])
+@pytest.mark.parametrize("pdd_steps", [1, 7, 256])
+@pytest.mark.parametrize("shift", [1e-3, 1.0, 12.0, 1e6])
+@pytest.mark.parametrize("part", [(1.0, 0.36), (0.36, 0.0), (1.0, 1 - 1e-6), (1e-6, 0.0), (0.7, 0.3)])
+def test_a_part_of_the_clock_is_exact_to_rounding(part, shift, pdd_steps, max_t):
+    sigma = exact_part(shift, max_t, pdd_steps, part)
+    grid = Grid(pdd_steps, {"image": shift}, max_t, part)
+    assert worst(grid.u, [Fraction(max_t) * (Fraction(part[0]) * (pdd_steps - k) + Fraction(part[1]) * k) / pdd_steps
+                          for k in range(pdd_steps + 1)]) < 5e-16  # fmt: skip
+    assert worst(grid.sigma["image"], sigma) < 2e-15
+    assert worst(grid.h["image"], [b - a for a, b in zip(sigma, sigma[1:])]) < 2e-15
+    assert grid.starts_from_noise == (part[0] == 1)
+    if part[1] == 0:
+        assert grid.sigma["image"][-1] == 0
+
+
+@pytest.mark.parametrize("shift", [1e-3, 1.0, 3.0, 12.0])
+@pytest.mark.parametrize("boundary", [0.875, 0.9, 0.1])
+def test_two_parts_meet_at_their_boundary(boundary, shift):
+    between = Shift(shift).fraction(boundary)
+    first, second = Grid(7, {"image": shift}, part=(1, between)), Grid(4, {"image": shift}, part=(between, 0))
+    assert float(first.sigma["image"][-1]) == pytest.approx(boundary, rel=1e-15)
+    assert float(second.sigma["image"][0]) == pytest.approx(boundary, rel=1e-15)
+    assert float(first.sigma["image"][0]) == pytest.approx(0.999, rel=1e-15) and second.sigma["image"][-1] == 0
+    whole = first.block_weight("image", 0, 7) + second.block_weight("image", 0, 4)
+    assert whole == pytest.approx(-0.999, rel=1e-14)
+
+
 # ---------------------------------------------------------------------------------------------------- the shift
 
 

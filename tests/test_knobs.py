@@ -118,7 +118,18 @@ TABLE = {
     "export_dtype": ([], ["--export_dtype", "bf16"], lambda r: str(weights(r)["proj_out.weight"].dtype)),
 }
 # these need more than a flag, and have a test each below
-SPECIAL = {"teacher", "data", "run", "resume", "height", "width", "num_frames", "dry_run", "uncond_skip_layer"}
+SPECIAL = {
+    "teacher",
+    "expert",
+    "data",
+    "run",
+    "resume",
+    "height",
+    "width",
+    "num_frames",
+    "dry_run",
+    "uncond_skip_layer",
+}
 
 
 def test_the_table_has_every_knob():

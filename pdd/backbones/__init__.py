@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdd.backbones.base import Backbone, Head, Size, State
+from pdd.backbones.base import EXPERTS, Backbone, Head, Size, State
 
 # transformer class -> module and class here; a new family is one file and one line
 REGISTRY = {
@@ -72,7 +72,9 @@ def read_backbone(teacher_dir: Path, size: Size | None = None) -> Backbone:
         for name in ("config.json", "scheduler_config.json"):
             if (path := teacher_dir / component / name).exists():
                 configs[component] = read_json(path)
+    if (path := teacher_dir / "model_index.json").exists():
+        configs["pipeline"] = {k: v for k, v in read_json(path).items() if k[0] != "_" and not isinstance(v, list)}
     return backbone_for(configs, size)
 
 
-__all__ = ["REGISTRY", "Backbone", "Head", "Size", "State", "backbone_for", "read_backbone", "read_json"]
+__all__ = ["EXPERTS", "REGISTRY", "Backbone", "Head", "Size", "State", "backbone_for", "read_backbone", "read_json"]

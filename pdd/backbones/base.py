@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdd.grid import Grid, Shift
+
 State = dict[str, Tensor]  # modality -> [B, ...]
+# two transformers may share the clock: the one of high noise levels and the one of low ones, by their names in Diffusers
+EXPERTS = {"high": "transformer", "low": "transformer_2"}
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,48 @@ class Backbone:
     blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
     batched = True  # does the transformer take several samples? else each has a forward of its own
     batched_guidance = True  # may conditional and unconditional samples share one forward?
+    boundary: float | None = None  # noise level, of the first modality, that parts a checkpoint's two experts
+    expert: str | None = None  # which of them this is, a key of EXPERTS
+    component = "transformer"  # where in the pipeline its weights are
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
         self.configs, self.size = {name: dict(config) for name, config in configs.items()}, size
         self.config, self.scheduler = self.configs["transformer"], self.configs.get("scheduler", {})
+
+    def choose(self, expert: str | None) -> None:
+        """Stand for one of a checkpoint's two experts; for the only transformer of any other checkpoint.
+
+        Raises:
+            ValueError: one line that names the knob ``expert``.
+        """
+        if self.boundary is None:
+            if expert is not None:
+                raise ValueError(
+                    f"expert is {expert!r}; allowed is none, one transformer of this checkpoint serves the whole clock"
+                )
+            return
+        if expert not in EXPERTS:
+            raise ValueError(
+                f"expert is {expert!r}; allowed are {' and '.join(EXPERTS)}, for this checkpoint has a transformer for noise "
+                f"levels above {self.boundary} and another for those below"
+            )
+        self.expert, self.component = expert, EXPERTS[expert]
+        if self.component not in self.configs:
+            raise ValueError(f"expert is {expert!r} but the checkpoint has no {self.component}")
+        self.config = self.configs[self.component]
+
+    def grid(self, pdd_steps: int, shifts: Mapping[str, float], max_t: float) -> Grid:
+        """The fine grid of what :meth:`choose` chose: on the whole clock, or on an expert's part of it.
+
+        Raises:
+            ValueError: the clock starts below the boundary, or see :class:`pdd.grid.Grid`.
+        """
+        if self.expert is None:
+            return Grid(pdd_steps, shifts, max_t)
+        if not 0 < self.boundary < max_t:
+            raise ValueError(f"grid_max_t is {max_t}; allowed is more than {self.boundary}, where the experts part")
+        between = Shift(shifts[self.modalities[0]], max_t).fraction(self.boundary)
+        return Grid(pdd_steps, shifts, max_t, (1.0, between) if self.expert == "high" else (between, 0.0))
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -149,8 +191,8 @@ class Backbone:
         """The pipeline of a student whose teacher's folder holds one of Diffusers' modular blocks only.
 
         It is called as an ordinary one is, with this class's arguments, and has ``to``, ``dtype``, ``vae`` (None without
-        a decoder), ``set_progress_bar_config``, and a ``scheduler`` with the ``nodes`` and ``step_index`` of the block
-        under way.
+        a decoder), ``set_progress_bar_config``, and a ``scheduler`` with the ``blocks`` of all
+        forwards, (start, end) each, and the ``step_index`` of the one under way.
 
         Args:
             student: a :class:`pdd.formats.LoadedStudent`.
@@ -158,6 +200,15 @@ class Backbone:
             force: allow blocks wider than trained.
         """
         raise ValueError(f"{type(self).__name__} has no pipeline of modular blocks here; allowed is a model_index.json")
+
+    def guide_other(self, scale: float, uncond: dict[str, Tensor]) -> dict[str, Any]:
+        """Arguments of the stock pipeline that guide the expert which is not this student's.
+
+        Args:
+            scale: its guidance, not 1.
+            uncond: what its unconditional forward sees, column -> ``[B, ...]``.
+        """
+        raise NotImplementedError
 
     def fit_pipeline(self, pipe: Any) -> None:
         """Let a stock pipeline that was loaded without its text encoders take a dataset's columns."""

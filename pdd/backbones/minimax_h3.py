@@ -254,8 +254,9 @@ class BlockScheduler(MiniMaxH3Scheduler):
         Raises:
             ValueError: a block would be wider than trained.
         """
-        self.nodes = self.student.nodes(num_inference_steps, self.force)
-        super().set_timesteps(sigmas=self.student.grid.sigma[self.modality][self.nodes], device=device)
+        nodes = self.student.nodes(num_inference_steps, self.force)
+        self.blocks = list(zip(nodes, nodes[1:]))
+        super().set_timesteps(sigmas=self.student.grid.sigma[self.modality][nodes], device=device)
 
 
 class Made(NamedTuple):

@@ -9,13 +9,14 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm
+from pdd.backbones.base import EXPERTS, Backbone, Head, Size, State, at_least_float32, patch_norm
 
 
 class Wan(Backbone):
     """The transformer unpatchifies inside its forward: rows ``(pt, ph, pw, C)``, hence ``patch = pt * ph * pw``.
 
-    Of Wan 2.2's two experts this is the one in ``transformer``, over the whole clock.
+    A checkpoint with a ``boundary_ratio`` (Wan 2.2 A14B) has two of them: ``transformer`` serves the noise levels from there
+    up, ``transformer_2`` those below.
     """
 
     columns = ("prompt_embeds",)
@@ -25,6 +26,7 @@ class Wan(Backbone):
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
         super().__init__(configs, size)
+        self.boundary = self.configs.get("pipeline", {}).get("boundary_ratio")
         channels, out = self.config["in_channels"], self.config["out_channels"]
         if out and channels != out:
             raise ValueError(f"transformer takes {channels} channels and gives {out}; allowed is text-to-video")
@@ -63,6 +65,16 @@ class Wan(Backbone):
             prompts, None, False, max_sequence_length=max_sequence_length or 512, device=pipe.device
         )
         return {"prompt_embeds": embeds}
+
+    def guide_other(self, scale: float, uncond: dict[str, Tensor]) -> dict[str, Any]:
+        guidance = {self.expert: 1.0} | {expert: scale for expert in EXPERTS if expert != self.expert}
+        # the pipeline makes unconditional forwards for both experts, or for neither when guidance_scale is not above 1;
+        # what it multiplies by is rounded to float32, where this is 1
+        return {
+            "guidance_scale": max(guidance["high"], math.nextafter(1.0, 2.0)),
+            "guidance_scale_2": guidance["low"],
+            "negative_prompt_embeds": uncond["prompt_embeds"],
+        }
 
     def forward(
         self,

@@ -1,0 +1,346 @@
+"""Wan 2.2's two experts: each distilled over its own part of the clock, both sampled in the stock pipeline."""
+
+import json
+import shutil
+
+import family_wan
+import pytest
+import torch
+from conftest import REPO, lines, student_weights
+from datasets import Dataset, load_from_disk
+from safetensors.torch import load_file
+
+from pdd.backbones import read_backbone
+from pdd.config import Config
+from pdd.data import Rows
+from pdd.draws import noise
+from pdd.formats import LoadedStudent, contract, load_transformer, read_student, save_student
+from pdd.pipeline import Course, PDDScheduler, load_student
+from pdd.sampling import endpoint, initial
+from pdd.student import FusedStudent, Velocity, head_parameters, widen
+from pdd.teacher import Teacher, Unconditional
+
+N, BOUNDARY = {"high": 6, "low": 8}, 0.875
+SHIFT = {"high": {"video": 3.0}, "low": {"video": 5.0}}  # each expert's run has its own
+SIZE = [f"--{name}={value}" for name, value in vars(family_wan.SIZE).items()]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wan22") / "teacher"
+    family_wan.build(folder, boundary=BOUNDARY)
+    return folder
+
+
+def chosen(folder, expert):
+    backbone = read_backbone(folder, family_wan.SIZE)
+    backbone.choose(expert)
+    return backbone, backbone.grid(N[expert], SHIFT[expert], 0.999)
+
+
+def start(backbone, grid):
+    g = torch.Generator().manual_seed(5)
+    return initial({m: torch.randn(2, *s, generator=g) for m, s in backbone.latent_shapes().items()}, grid)
+
+
+def expert_student(folder, expert, noise=0.0):
+    """A student of one expert whose heads differ, as one read from disk."""
+    backbone, grid = chosen(folder, expert)
+    transformer = widen(load_transformer(folder, torch.float32, backbone.component), backbone, N[expert]).eval()
+    g = torch.Generator().manual_seed(len(expert))
+    with torch.no_grad():
+        for p in head_parameters(transformer):
+            p.add_(torch.randn(p.shape, generator=g) * p.std() * noise)
+    config = Config(teacher=str(folder), pdd_steps=N[expert], block_size_min=N[expert], block_size_max=N[expert], expert=expert,
+                    rollout_mode="data_latent")  # fmt: skip
+    return LoadedStudent(transformer.requires_grad_(False), backbone, grid, contract(config, grid, backbone, 1, False))
+
+
+def walk_both(students, state, cond, nodes):
+    """Our own walk: the high expert's to the boundary, the low one's from there."""
+    for student, own in zip(students, nodes):
+        fused = FusedStudent(student.transformer, student.backbone, student.grid)
+        state = endpoint(fused.block(cond), state, student.grid, own)
+    return state
+
+
+def stock_levels(grids, nodes):
+    """Noise levels of the stock pipeline's steps; what is exactly at the boundary it would give to the first expert."""
+    high, low = (grid.sigma["video"][own[:-1]].tolist() for grid, own in zip(grids, nodes))
+    low[0] = float(torch.nextafter(torch.tensor(low[0]), torch.zeros(())))
+    return {"video": high + low}
+
+
+def assert_close(ours, stock):
+    for m in ours:
+        assert (ours[m] - stock[m]).norm() <= 1e-4 * stock[m].norm(), m
+
+
+# -------------------------------------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize("nodes", [([0, 3, 6], [0, 8]), (list(range(7)), list(range(9)))])
+def test_new_students_sample_as_the_stock_pipeline_with_both_experts(nodes, teacher):
+    students = [expert_student(teacher, expert) for expert in N]
+    state, cond = start(students[0].backbone, students[0].grid), family_wan.conditioning(2, 1)
+    ours = walk_both(students, state, cond, nodes)
+    stock = family_wan.stock(teacher, state, stock_levels([s.grid for s in students], nodes), cond)
+    assert_close(ours, stock)
+
+
+def test_guided_teachers_walk_as_the_stock_pipeline_with_a_guidance_each(teacher):
+    uncond, cond = family_wan.conditioning(1, 9), family_wan.conditioning(2, 1)
+    policy = Unconditional({"prompt_embeds": "empty_prompt"}, {"empty_prompt": uncond})
+    state = first = start(*chosen(teacher, "high"))
+    grids, nodes = [], [list(range(n + 1)) for n in N.values()]
+    for expert, scale, own in zip(N, (4.0, 2.5), nodes):
+        backbone, grid = chosen(teacher, expert)
+        model = Velocity(load_transformer(teacher, torch.float32, backbone.component), backbone).eval()
+        walker = Teacher(model, backbone, grid, scale, policy)
+        state = endpoint(walker.block(cond), state, grid, own)
+        grids.append(grid)
+    both = {"prompt_embeds": uncond["prompt_embeds"].expand(2, -1, -1)}
+    levels = stock_levels(grids, nodes)
+    assert_close(state, family_wan.stock(teacher, first, levels, cond, both, 4.0, 2.5))
+    other = family_wan.stock(teacher, first, levels, cond, both, 4.0, 4.0)
+    assert (other["video"] - state["video"]).norm() > 1e-3 * state["video"].norm()
+
+
+# -------------------------------------------------------------------------------------------- both in one pipeline
+
+
+@pytest.fixture(scope="module")
+def saved(teacher, tmp_path_factory):
+    """Folders of students of both experts."""
+    folder = tmp_path_factory.mktemp("students")
+    for expert in N:
+        student = expert_student(teacher, expert, 0.3)
+        save_student(folder / expert, student.backbone, student.transformer.state_dict(), student.facts)
+    return folder
+
+
+def call(pipe, state, cond, steps, **more):
+    pipe.set_progress_bar_config(disable=True)
+    return {"video": pipe(
+        **cond, latents=state["video"], **{"guidance_scale": 1.0, **more}, num_inference_steps=steps, output_type="latent",
+        **vars(family_wan.SIZE),
+    ).frames}  # fmt: skip
+
+
+@pytest.mark.parametrize("first, second, steps, second_steps, nodes", [
+    ("high", "low", 5, None, ([0, 2, 4, 6], [0, 4, 8])),  # the second one's half is rounded down
+    ("low", "high", 5, 2, ([0, 3, 6], [0, 2, 5, 8])),
+])  # fmt: skip
+def test_both_students_sample_in_the_stock_pipeline_as_our_walk(first, second, steps, second_steps, nodes, saved):
+    students = [read_student(saved / expert) for expert in N]
+    state, cond = start(students[0].backbone, students[0].grid), family_wan.conditioning(2, 1)
+    pipe = load_student(saved / first, text_encoders=False, second=str(saved / second), second_steps=second_steps)
+    made = call(pipe, state, cond, steps)
+    assert_close(made, walk_both(students, state, cond, nodes))
+    assert torch.equal(made["video"], call(pipe, state, cond, steps)["video"])
+
+
+@pytest.mark.parametrize("distilled", N)
+def test_the_checkpoint_s_own_expert_beside_a_student(distilled, saved, teacher):
+    """The other one in 7 plain Euler steps, guided, on the student's shift."""
+    uncond = family_wan.conditioning(1, 9)
+    student = read_student(saved / distilled)
+    other = next(expert for expert in N if expert != distilled)
+    backbone = chosen(teacher, other)[0]
+    grid, cond = backbone.grid(7, SHIFT[distilled], 0.999), family_wan.conditioning(2, 1)
+    state = first = start(backbone, student.grid if distilled == "high" else grid)
+    model = Velocity(load_transformer(teacher, torch.float32, backbone.component), backbone).eval()
+    policy = Unconditional({"prompt_embeds": "empty_prompt"}, {"empty_prompt": uncond})
+    for expert in N:
+        if expert == distilled:
+            state = walk_both([student], state, cond, [student.nodes(2)])
+        else:
+            state = endpoint(Teacher(model, backbone, grid, 3.0, policy).block(cond), state, grid, list(range(8)))
+    pipe = load_student(saved / distilled, text_encoders=False, second="teacher", second_steps=7)
+    assert_close(call(pipe, first, cond, 9, **student.backbone.guide_other(3.0, policy(cond))), state)
+    plain = call(pipe, first, cond, 9)
+    assert (plain["video"] - state["video"]).norm() > 1e-3 * state["video"].norm()
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
+@pytest.mark.parametrize("boundary", [0.875, 0.9, 0.417, 1 / 3])
+def test_every_step_is_its_own_expert_s(boundary, shift, teacher):
+    """The stock pipeline gives timesteps from the boundary up to the first expert; the second one begins just there."""
+    students = []
+    for expert in N:
+        backbone = read_backbone(teacher, family_wan.SIZE)
+        backbone.boundary = boundary
+        backbone.choose(expert)
+        facts = {"student_grid_indices": None, "block_size_max": 9}
+        students.append(LoadedStudent(None, backbone, backbone.grid(9, {"video": shift}, 0.999), facts))
+    scheduler = PDDScheduler.of(Course(students[1], students[0], 4))
+    scheduler.set_timesteps(7)
+    asked = [bool(t >= boundary * scheduler.config.num_train_timesteps) for t in scheduler.timesteps]
+    assert asked == [True] * 4 + [False] * 3
+    torch.testing.assert_close(scheduler.timesteps, scheduler.sigmas[:-1] * 1000, rtol=2e-7, atol=0)
+    levels = [s.grid.sigma["video"][nodes] for s, nodes in zip(students, scheduler.course.nodes(7))]
+    torch.testing.assert_close(scheduler.sigmas[:4], levels[0][:-1].float())
+    torch.testing.assert_close(scheduler.sigmas[4:], levels[1].float())
+
+
+# -------------------------------------------------------------------------------------------- training
+
+
+def dataset(folder, latents=True):
+    prompts = ["a thing", "another", ""]
+    rows = {"prompt": prompts, "prompt_embeds": family_wan.conditioning(3, 1)["prompt_embeds"].tolist()}
+    if latents:
+        g = torch.Generator().manual_seed(2)
+        rows["latents"] = torch.randn(3, 4, 4, 6, 8, generator=g).tolist()
+    Dataset.from_dict(rows).save_to_disk(str(folder))
+    return folder
+
+
+TRAINED = {"pdd_steps": 4, "block_size_min": 4, "block_size_max": 4, "validation_num": 2, "max_train_steps": 3, "shift": 5.0,
+           "validation_every": 3, "validation_steps": [2], "learning_rate": 2e-3, "log_every": 1,
+           "export_dtype": "fp32", "teacher_guidance_scale": 2.0, "cfg_uncond": "empty_prompt"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(warm, teacher, tmp_path_factory):
+    """A run of each expert on two ranks in bf16 under ZeRO-3; the high one's data has no latents."""
+    folder = tmp_path_factory.mktemp("runs")
+    ds_config = json.loads((REPO / "ds_configs" / "zero3.json").read_text()) | {"bf16": {"enabled": True}}
+    (folder / "ds.json").write_text(json.dumps(ds_config))
+    for expert in N:
+        recipe = {**TRAINED, "teacher": str(teacher), "data": str(dataset(folder / f"data-{expert}", expert == "low"))}
+        (folder / "recipe.yaml").write_text(json.dumps({**recipe, "expert": expert}))
+        code, output = warm(
+            "train", "--ds_config", folder / "ds.json", "--recipe", folder / "recipe.yaml", "--run", folder / expert,
+            *SIZE, ranks=2,
+        )  # fmt: skip
+        assert code == 0, output
+    return folder
+
+
+@pytest.mark.parametrize("expert, component", [("high", "transformer"), ("low", "transformer_2")])
+def test_an_expert_is_trained_on_its_own_part(expert, component, runs, teacher):
+    run = runs / expert
+    losses = lines(run, "loss")
+    assert len(losses) == 3 and all(v == v for v in losses)
+    facts = json.loads((run / "student" / "pdd_config.json").read_text())
+    between = 0.875 / (5 * (0.999 - 0.875) + 0.875)
+    expected = [1, between] if expert == "high" else [between, 0]
+    assert facts["expert"] == expert and facts["clock_part"] == pytest.approx(expected, rel=1e-12)
+    # a few updates move the weights, but not to those of the other expert, whose feed-forward has another width
+    base = load_transformer(teacher, torch.float32, component).state_dict()
+    for name, weight in student_weights(run).items():
+        if "proj_out" not in name:
+            assert (weight - base[name]).norm() <= 0.2 * base[name].norm() + 0.1, name
+
+
+@pytest.mark.parametrize("expert", N)
+def test_trajectories_start_where_the_expert_s_part_does(expert, runs):
+    """With one rung, every update leaves fresh trajectories: noise, or real latents noised to the boundary."""
+    saved = load_from_disk(str(runs / f"data-{expert}")).with_format("torch")
+    for rank in range(2):
+        checkpoint = runs / expert / "checkpoints" / "step-000003"
+        state = load_file(checkpoint / f"trajectories-{rank:05d}.safetensors")
+        serial = 3 * 2 + rank
+        eps = noise((4, 4, 6, 8), 0, "noise", "video", serial)
+        expected = 0.999 * eps
+        if expert == "low":
+            student = read_student(runs / expert / "student")
+            config = Config(**{**TRAINED, "teacher": str(runs), "expert": "low", "data": str(runs / "data-low")})
+            row = int(Rows(config, student.backbone).shuffled(torch.tensor([serial])))
+            expected = 0.125 * saved[row]["latents"] + 0.875 * eps
+        torch.testing.assert_close(state["0.state.video"][0], expected)
+
+
+def test_validation_of_the_low_expert_starts_from_noised_latents(warm, teacher, tmp_path):
+    """Before it has learnt anything, so that the teacher alone gives the same figure."""
+    data = dataset(tmp_path / "data")
+    recipe = {**TRAINED, "teacher": str(teacher), "expert": "low", "data": str(data), "max_train_steps": 1,
+              "validation_every": 1, "learning_rate": 1e-30, "teacher_guidance_scale": 1}  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    code, output = warm(
+        "train", "--ds_config", "ds_configs/zero3.json", "--recipe", tmp_path / "recipe.yaml", "--run", tmp_path / "run", *SIZE
+    )  # fmt: skip
+    assert code == 0, output
+    backbone = chosen(teacher, "low")[0]
+    grid, rows = backbone.grid(4, {"video": 5.0}, 0.999), load_from_disk(str(data)).with_format("torch")
+    model = Velocity(load_transformer(teacher, torch.float32, "transformer_2"), backbone).eval()
+    eps = torch.stack([noise((4, 4, 6, 8), 0, "validation", "video", i) for i in range(4)])
+    x0 = rows[:2]["latents"].repeat_interleave(2, 0)
+    cond = {"prompt_embeds": rows[:2]["prompt_embeds"].repeat_interleave(2, 0)}
+    walker = Teacher(model, backbone, grid).block(cond)
+    coarse, fine = (endpoint(walker, {"video": 0.125 * x0 + 0.875 * eps}, grid, nodes)["video"]
+                    for nodes in ([0, 2, 4], [0, 1, 2, 3, 4]))  # fmt: skip
+    expected = float((coarse - fine).norm() / fine.norm())
+    assert lines(tmp_path / "run", "validation_endpoint_error_2") == pytest.approx([expected], rel=1e-4)
+
+
+def test_the_script_samples_both_runs_and_either_beside_its_teacher(runs, warm, tmp_path):
+    def sample(name, run, *flags):
+        code, output = warm("sample", "--run", runs / run, "--num", "1", "--out", tmp_path / name, *flags)
+        assert code == 0, output
+        assert len(list((tmp_path / name).glob("sample-nfe*-seed0/a-thing-0.mp4"))) == 1
+        (middle_frames,) = (tmp_path / name).glob("*.png")
+        return middle_frames.read_bytes()
+
+    both = sample("both", "high", "--second", runs / "low", "--steps", "3")
+    assert sample("turned", "low", "--second", runs / "high", "--steps", "3", "--second_steps", "2") == both
+    assert sample("other", "high", "--second", runs / "low", "--steps", "3", "--second_steps", "2") != both
+    for run in N:
+        beside = ["--second", "teacher", "--steps", "4", "--second_steps", "3"]
+        guided = sample(f"{run}-guided", run, *beside)  # as the run's teacher was
+        assert sample(f"{run}-same", run, *beside, "--second_guidance", "2") == guided
+        assert sample(f"{run}-plain", run, *beside, "--second_guidance", "1") != guided
+
+
+# -------------------------------------------------------------------------------------------- refusals
+
+
+def test_choosing_an_expert_is_checked_by_name(teacher, tmp_path):
+    with pytest.raises(ValueError, match="^expert is None; allowed are high and low, .* 0.875"):
+        read_backbone(teacher).choose(None)
+    family_wan.build(tmp_path / "one")
+    with pytest.raises(ValueError, match="^expert is 'low'; allowed is none, one transformer"):
+        read_backbone(tmp_path / "one").choose("low")
+    backbone = read_backbone(teacher)
+    backbone.choose("high")
+    with pytest.raises(ValueError, match="^grid_max_t is 0.8; allowed is more than 0.875"):
+        backbone.grid(4, {"video": 3.0}, 0.8)
+    shutil.copytree(teacher, tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "transformer_2")
+    read_backbone(tmp_path / "half").choose("high")
+    with pytest.raises(ValueError, match="^expert is 'low' but the checkpoint has no transformer_2"):
+        read_backbone(tmp_path / "half").choose("low")
+
+
+@pytest.mark.parametrize("expert, latents, message", [
+    ([], True, "error: expert is None; allowed are high and low"),
+    (["--expert", "middle"], True, "error: expert is 'middle'; allowed is high, low"),
+    (["--expert", "low"], False, "error: expert is 'low' but data"),
+])  # fmt: skip
+def test_bad_experts_end_with_one_line(expert, latents, message, teacher, warm, tmp_path):
+    code, output = warm(
+        "train", "--ds_config", "ds_configs/zero3.json", "--teacher", teacher, "--data", dataset(tmp_path / "data", latents),
+        "--run", tmp_path / "run", *expert,
+    )  # fmt: skip
+    assert code == 2 and output.count("error:") == 1 and message in output and "Traceback" not in output, output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flags, message", [
+    ([], "of the high expert alone; needed is second"),
+    (["--second", "HIGH"], "second is of expert high"),
+    (["--second", "nowhere"], "second 'nowhere' has no finished student"),
+    (["--second", "teacher"], "second_steps is None; allowed is 1 or more"),
+    (["--second", "LOW", "--second_steps", "2"], "second_steps is 2; allowed are 1 to 1 of steps 2"),
+    (["--second", "LOW", "--second_guidance", "2"], "second_guidance is 2.0; allowed is none"),
+    (["--second", "teacher", "--second_steps", "1", "--second_guidance", "0.5"], "second_guidance is 0.5; allowed is 1"),
+    (["--second", "LOW", "--compare"], "compare is true"),
+    (["--second", "LOW", "--steps", "12"], "high expert: a grid of pdd_steps 4 has 1 to 4 blocks, not 6"),
+])  # fmt: skip
+def test_bad_sampling_flags_end_with_one_line(flags, message, runs, warm):
+    named = {"HIGH": runs / "high", "LOW": runs / "low"}
+    code, output = warm("sample", "--run", runs / "high", "--steps", "2", *(named.get(f, f) for f in flags))
+    assert code == 2 and f"error: {message}" in output.replace("the student is ", "") and "Traceback" not in output, (
+        output
+    )
