@@ -9,7 +9,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm
+from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm, standardized
 
 
 class Wan(Backbone):
@@ -63,6 +63,9 @@ class Wan(Backbone):
             prompts, None, False, max_sequence_length=max_sequence_length or 512, device=pipe.device
         )
         return {"prompt_embeds": embeds}
+
+    def encode_media(self, vaes: Mapping[str, Any], media: State) -> State:
+        return {"video": standardized(vaes["vae"], media["video"])}
 
     def forward(
         self,
