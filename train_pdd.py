@@ -16,6 +16,8 @@ knob. Ctrl-C and SIGTERM save a checkpoint and end the run; --resume continues i
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import sys
 import time
@@ -64,11 +66,13 @@ def train(argv: list[str]) -> int:
         grid = Grid(config.pdd_steps, shifts(config, backbone), config.grid_max_t)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    processes = Processes()
+    if runs.is_prompt_file(config):
+        config = encoded(config, folder, processes)
     rows = Rows(config, backbone)
     if config.validation_every:
         validation_rows(config, rows)
     unconditional = unconditional_condition(config, backbone, rows)
-    processes = Processes()
     check_coverage(config, processes.world)
 
     if config.dry_run:
@@ -176,6 +180,42 @@ def train(argv: list[str]) -> int:
             )
             print(f"student written to {folder / 'student'}", flush=True)
     return 0
+
+
+def encoded(config: Config, folder: Path | None, processes) -> Config:
+    """The knobs with the dataset that the prompts of the file ``data`` were encoded into, now or for an earlier run.
+
+    Rank 0 encodes, the others wait; its text encoders are gone before any weights are loaded for training.
+
+    Raises:
+        ConfigError: prompts that only data-free training can use, or that the teacher cannot encode; on every rank alike.
+    """
+    import torch
+
+    import encode_prompts
+
+    if config.rollout_mode == "data_latent":
+        raise ConfigError(
+            f"data {config.data!r} is a file of prompts, but rollout_mode is 'data_latent'; allowed is what encode_prompts.py "
+            "--media has written"
+        )
+    out, failed = runs.encoded_folder(config, folder), None
+    processes.start()
+    if processes.rank == 0 and not out.is_dir():
+        flags = ["--teacher", config.teacher, "--prompts", str(config.data_dir), "--out", str(out)]
+        flags += ["--negative_prompt", config.negative_prompt, "--device", str(processes.device)]
+        flags += ["--dtype", "bf16" if processes.on_accelerator else "fp32"]
+        print(f"encoding the prompts of {config.data} into {out}", flush=True)
+        try:
+            encode_prompts.encode(encode_prompts.parser().parse_args(flags))
+        except ConfigError as error:
+            failed = str(error)
+        gc.collect()
+        if processes.on_accelerator:
+            torch.accelerator.empty_cache()
+    if failed := processes.from_first(failed):
+        raise ConfigError(failed)
+    return dataclasses.replace(config, data=str(out))
 
 
 def shifts(config: Config, backbone) -> dict[str, float]:

@@ -117,9 +117,8 @@ class Rows:
         record = read_json(self.path / ENCODING) if (self.path / ENCODING).exists() else {}
         if sizes := record.get("media", {}).get("buckets"):
             if all(self.backbone.at(size_of(size)).latent_shapes() != self.latent_shapes for size in sizes):
-                raise ConfigError(
-                    f"height, width and num_frames are {tuple(vars(config.size).values())}; allowed by {name} are {', '.join(sizes)}"
-                )
+                wanted = ", ".join(f"{knob} {value}" for knob, value in vars(config.size).items())
+                raise ConfigError(f"size is {wanted}; allowed by {name} are {', '.join(sizes)}")
         given = config.shift if isinstance(config.shift, dict) else {}
         free = [m for m in self.backbone.heads if m not in given and not isinstance(config.shift, float)]
         own = self.backbone.shifts()
@@ -134,8 +133,8 @@ class Rows:
             for m in free:
                 if abs(there.shifts()[m] / own[m] - 1) > 0.1:
                     raise ConfigError(
-                        f"shift is not given, and the teacher's scheduler has {there.shifts()[m]:.2f} in bucket {bucket} of {name} "
-                        f"but {own[m]:.2f} at the run's height, width and num_frames; allowed is one shift for all"
+                        f"shift is not given, and is {there.shifts()[m]:.2f} in bucket {bucket} of {name} by the teacher's "
+                        f"scheduler, but {own[m]:.2f} at the run's size; allowed is one shift for all"
                     )
 
     def shuffled(self, serials: Tensor, group: int) -> Tensor:

@@ -9,6 +9,8 @@ student/                                       the result; a run that has it is 
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -22,6 +24,7 @@ from pdd.config import KNOBS, ROOT, Config, ConfigError, read_yaml
 
 RUNS = Path("runs")
 DEFAULT_RECIPE = "recipes/digits.yaml"
+PROMPT_FILES = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # data that is still to be encoded
 PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "datasets", "einops", "numpy", "safetensors")
 
 
@@ -67,6 +70,8 @@ def resolve_training(recipe: str | None, flags: dict[str, Any]) -> tuple[Config,
     once = {"resume": True, "run": str(folder), "stop_after": 0}
     config = Config(**{**saved, **once, **(read_yaml(recipe) if recipe else {}), **flags, **{"run": str(folder)}})
     before = Config(**saved)
+    if is_prompt_file(config):  # the same prompts as before are no other data
+        config = dataclasses.replace(config, data=str(encoded_folder(config, folder)))
     for name, spec in KNOBS.items():
         if spec.metadata["fixed"] and getattr(config, name) != getattr(before, name):
             raise ConfigError(
@@ -74,6 +79,24 @@ def resolve_training(recipe: str | None, flags: dict[str, Any]) -> tuple[Config,
                 "change when a run is resumed"
             )
     return config, folder
+
+
+def is_prompt_file(config: Config) -> bool:
+    return Path(config.data).suffix in PROMPT_FILES and not config.data_dir.is_dir()
+
+
+def encoded_folder(config: Config, folder: Path | None) -> Path:
+    """Where the prompts of the file ``data`` are encoded: next to the run, under a name that says what is in it.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    from encode_prompts import read_rows
+
+    prompts = [prompt for prompt, _ in read_rows(str(config.data_dir), "prompt")]
+    address = json.dumps([str(config.teacher_dir.resolve()), config.negative_prompt, prompts])
+    name = hashlib.sha256(address.encode()).hexdigest()[:16]
+    return (folder.parent if folder else RUNS).resolve() / "encoded" / name
 
 
 def new_run_name(recipe: str | None) -> Path:
