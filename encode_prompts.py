@@ -16,17 +16,18 @@ height x width pixels. What is unreadable, too short or too small is left out, a
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from pdd.config import ConfigError, Parser, model_folder
+from pdd.prompts import encoded_folder, read_rows
 
 
 def parser() -> Parser:
@@ -69,57 +70,30 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-def read_rows(source: str, column: str, media: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """Prompts of a file, folder or dataset name, in order, and the files of each: ``media`` column -> path or contents.
+def encoded(
+    parent: Path, teacher: str, prompts: list[str], negative_prompt: str, length: int | None, *flags: str
+) -> Path:
+    """A dataset of a few prompts, encoded now unless it was before: a folder in ``parent`` named after what is in it.
+
+    Args:
+        length: tokens; None is the pipeline's default.
+        flags: more of this script's.
 
     Raises:
-        ConfigError: unreadable, no such column, no prompt in it, or a row without the first of its ``media``.
+        ConfigError: the teacher cannot encode them.
     """
-    import datasets
+    import torch
 
-    path, kinds = Path(source), {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    try:
-        if path.suffix == ".txt":
-            rows = datasets.Dataset.from_dict({column: [line.strip() for line in path.read_text().splitlines()]})
-        elif path.suffix in kinds:
-            rows = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
-        elif (path / "state.json").exists():
-            rows = datasets.load_from_disk(str(path))
-        else:
-            rows = datasets.load_dataset(source, split="train")
-        for needed in (column, *media[:1]):
-            if needed not in rows.column_names:
-                raise ConfigError(f"prompts {source!r} has no column {needed!r}; it has {rows.column_names}")
-        media = [name for name in media if name in rows.column_names]
-        for name in media:
-            if hasattr(rows.features[name], "decode"):  # pictures, say, inside of the dataset: wanted as files
-                rows = rows.cast_column(name, type(rows.features[name])(decode=False))
-        prompts, files = list(rows[column]), {name: list(rows[name]) for name in media}
-    except ConfigError:
-        raise
-    except Exception as error:  # each reader of datasets has its own
-        raise ConfigError(f"prompts {source!r} cannot be read: {str(error).splitlines()[0]}") from None
-    if bad := [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]:
-        raise ConfigError(
-            f"prompts {source!r} row {bad[0]} of column {column!r} is {prompts[bad[0]]!r}; allowed is text"
-        )
-    folder, found = path if path.is_dir() else path.parent, []
-    for i, prompt in enumerate(prompts):
-        if prompt.strip():
-            named = {name: _file(values[i], folder) for name, values in files.items()}
-            if media and named[media[0]] is None:
-                raise ConfigError(f"prompts {source!r} row {i} names no file in column {media[0]!r}")
-            found.append((prompt, {name: file for name, file in named.items() if file is not None}))
-    if not found:
-        raise ConfigError(f"prompts {source!r} has no prompt in it")
-    return found
-
-
-def _file(value: Any, folder: Path) -> Any:
-    """A media column's cell as what can be opened; None where it is empty."""
-    if isinstance(value, dict):
-        return BytesIO(value["bytes"]) if value.get("bytes") else value.get("path")
-    return str(folder / value) if value else None
+    out = encoded_folder(parent, teacher, prompts, negative_prompt, length)
+    if not out.is_dir():
+        words = ["--teacher", teacher, "--prompts", "", "--out", str(out), "--negative_prompt", negative_prompt, *flags]
+        words += [] if length is None else ["--max_sequence_length", str(length)]
+        print(f"encoding {len(prompts)} prompts into {out}", flush=True)
+        encode(parser().parse_args(words), rows=[(prompt, {}) for prompt in prompts])
+        gc.collect()  # the text encoders
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+    return out
 
 
 def media_buckets(args, backbone) -> list:
@@ -188,8 +162,11 @@ def bucket_report(backbone, buckets: list[str], dropped: list[tuple[str, str]]) 
     return "\n".join(lines)
 
 
-def encode(args, rank: int = 0, world: int = 1) -> None:
+def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> None:
     """Write the dataset that the flags describe, this rank's share of it.
+
+    Args:
+        rows: prompts and their files, in the place of those that ``prompts`` names.
 
     Raises:
         ConfigError: bad flags, unreadable prompts, a teacher that cannot encode.
@@ -223,7 +200,7 @@ def encode(args, rank: int = 0, world: int = 1) -> None:
         )
     buckets = media_buckets(args, backbone) if args.media else []
     aside = list(dict.fromkeys(["", args.negative_prompt]))  # unconditional rows, without media
-    found = read_rows(args.prompts, args.column, backbone.modalities if args.media else ())
+    found = rows or read_rows(args.prompts, args.column, backbone.modalities if args.media else ())
     prompts, files = aside + [prompt for prompt, _ in found], [{} for _ in aside] + [named for _, named in found]
     facts = {
         "teacher": args.teacher,

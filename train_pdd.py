@@ -7,6 +7,7 @@
     python train_pdd.py --ds_config ds_configs/zero3.json                         # one process, no launcher
 
     ... --recipe recipes/digits.yaml --pdd_steps 64 --run runs/mine               # a recipe, then knobs as flags
+    ... --data prompts.txt                                                        # encoded first, by the teacher's encoders
     ... --dry_run 8                                                               # memory per rank on 8 ranks, no weights
     ... --resume [--run runs/mine]                                                # go on after an interruption
 
@@ -17,7 +18,6 @@ knob. Ctrl-C and SIGTERM save a checkpoint and end the run; --resume continues i
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import sys
 import time
@@ -51,6 +51,7 @@ def train(argv: list[str]) -> int:
     from pdd.grid import Grid
     from pdd.objective import Objective
     from pdd.pictures import grid as picture_grid
+    from pdd.prompts import is_table
     from pdd.student import Student, Velocity, head_parameters, widen
     from pdd.teacher import Teacher, guidance, unconditional_condition
     from pdd.validation import Validator, validation_rows
@@ -67,8 +68,8 @@ def train(argv: list[str]) -> int:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     processes = Processes()
-    if runs.is_prompt_file(config):
-        config = encoded(config, folder, processes)
+    if is_table(config.data):
+        config = encode_data(config, folder, processes)
     rows = Rows(config, backbone)
     if config.validation_every:
         validation_rows(config, rows)
@@ -182,37 +183,30 @@ def train(argv: list[str]) -> int:
     return 0
 
 
-def encoded(config: Config, folder: Path | None, processes) -> Config:
-    """The knobs with the dataset that the prompts of the file ``data`` were encoded into, now or for an earlier run.
+def encode_data(config: Config, folder: Path | None, processes) -> Config:
+    """The knobs with the dataset that the prompts of the table ``data`` were encoded into, now or for an earlier run.
 
     Rank 0 encodes, the others wait; its text encoders are gone before any weights are loaded for training.
 
     Raises:
-        ConfigError: prompts that only data-free training can use, or that the teacher cannot encode; on every rank alike.
+        ConfigError: prompts alone for data_latent, or prompts that the teacher cannot encode; on every rank alike.
     """
-    import torch
-
-    import encode_prompts
+    from encode_prompts import encoded
 
     if config.rollout_mode == "data_latent":
         raise ConfigError(
-            f"data {config.data!r} is a file of prompts, but rollout_mode is 'data_latent'; allowed is what encode_prompts.py "
-            "--media has written"
+            f"data {config.data!r} has prompts alone, but rollout_mode is 'data_latent'; allowed is a folder that "
+            "encode_prompts.py --media has written"
         )
-    out, failed = runs.encoded_folder(config, folder), None
+    out, prompts, parent = runs.encoded_data(config, folder)
     processes.start()
-    if processes.rank == 0 and not out.is_dir():
-        flags = ["--teacher", config.teacher, "--prompts", str(config.data_dir), "--out", str(out)]
-        flags += ["--negative_prompt", config.negative_prompt, "--device", str(processes.device)]
-        flags += ["--dtype", "bf16" if processes.on_accelerator else "fp32"]
-        print(f"encoding the prompts of {config.data} into {out}", flush=True)
+    failed = None
+    if processes.rank == 0:
+        flags = ["--device", str(processes.device), "--dtype", "bf16" if processes.on_accelerator else "fp32"]
         try:
-            encode_prompts.encode(encode_prompts.parser().parse_args(flags))
+            encoded(parent, config.teacher, prompts, config.negative_prompt, None, *flags)
         except ConfigError as error:
             failed = str(error)
-        gc.collect()
-        if processes.on_accelerator:
-            torch.accelerator.empty_cache()
     if failed := processes.from_first(failed):
         raise ConfigError(failed)
     return dataclasses.replace(config, data=str(out))

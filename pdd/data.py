@@ -164,6 +164,11 @@ class Rows:
         read = self._read(indices, list(self.masks.values()), device)
         return {m: read[c] for m, c in self.masks.items()}
 
+    def look_up_in(self, path: Path) -> None:
+        """Take prompts and conditioning from another dataset of the same encoders; latents are not to be asked for then."""
+        self.path, self.dataset = path, open_dataset(path)
+        self.prompts, self._tensors = list(self.dataset["prompt"]), self.dataset.with_format("torch")
+
     def row_of(self, prompt: str) -> Tensor:
         """:meth:`find` as indices ``[1]``."""
         return torch.tensor([self.find(prompt)])

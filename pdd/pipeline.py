@@ -87,6 +87,7 @@ def load_student(
     device: str = "cpu",
     text_encoders: bool = True,
     force: bool = False,
+    offload: str = "none",
 ) -> DiffusionPipeline:
     """A trained student as its family's stock pipeline.
 
@@ -99,11 +100,16 @@ def load_student(
         dtype: of the weights; None keeps the stored one.
         text_encoders: False leaves them on disk, for calls with embeddings.
         force: allow blocks wider than trained.
+        offload: ``model`` keeps in ``device``'s memory the component at work alone, ``sequential`` its layer at work.
 
     Raises:
         ValueError: no student there, or no teacher.
     """
-    student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, device)
+    student = (
+        path
+        if isinstance(path, LoadedStudent)
+        else read_student(Path(path), dtype, device if offload == "none" else "cpu")
+    )
     folder = model_folder(str(base_model or student.facts["base_model"]), *(EVERYTHING if text_encoders else BUT_TEXT))
     index = read_json(folder / "model_index.json")
     parts: dict[str, Any] = {}
@@ -115,16 +121,23 @@ def load_student(
     parts |= {"transformer": student.transformer, "scheduler": PDDScheduler.of(student, force)}
     weights = next(student.transformer.parameters()).dtype
     pipe = getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype or weights, **parts)
-    pipe = pipe.to(device)
     student.backbone.fit_pipeline(pipe)
-    use_heads(pipe, student)
+    use_heads(pipe, student, device)
+    {
+        "none": pipe.to,
+        "model": lambda device: pipe.enable_model_cpu_offload(device=device),
+        "sequential": lambda device: pipe.enable_sequential_cpu_offload(device=device),
+    }[offload](device)
     scale_noise(pipe, float(next(iter(student.grid.sigma.values()))[0]))
     return pipe
 
 
-def use_heads(pipe: DiffusionPipeline, student: LoadedStudent) -> None:
+def use_heads(pipe: DiffusionPipeline, student: LoadedStudent, device: str) -> None:
     """Before every forward of the pipeline's transformer, put the fused heads of the scheduler's block in place."""
     fused = FusedStudent(student.transformer, student.backbone, student.grid)
+    for bank in fused.banks.values():
+        bank.to(device)
+    fused.place(0, 1)  # from here on the banks are not the transformer's, to be offloaded with it
 
     def place(transformer: nn.Module, args: tuple, kwargs: dict) -> None:
         scheduler = pipe.scheduler

@@ -10,7 +10,6 @@ student/                                       the result; a run that has it is 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -21,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from pdd.config import KNOBS, ROOT, Config, ConfigError, read_yaml
+from pdd.prompts import encoded_folder, is_table, read_rows
 
 RUNS = Path("runs")
 DEFAULT_RECIPE = "recipes/digits.yaml"
-PROMPT_FILES = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # data that is still to be encoded
 PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "datasets", "einops", "numpy", "safetensors")
 
 
@@ -70,8 +69,8 @@ def resolve_training(recipe: str | None, flags: dict[str, Any]) -> tuple[Config,
     once = {"resume": True, "run": str(folder), "stop_after": 0}
     config = Config(**{**saved, **once, **(read_yaml(recipe) if recipe else {}), **flags, **{"run": str(folder)}})
     before = Config(**saved)
-    if is_prompt_file(config):  # the same prompts as before are no other data
-        config = dataclasses.replace(config, data=str(encoded_folder(config, folder)))
+    if is_table(config.data):  # the same prompts as before are no other data
+        config = dataclasses.replace(config, data=str(encoded_data(config, folder)[0]))
     for name, spec in KNOBS.items():
         if spec.metadata["fixed"] and getattr(config, name) != getattr(before, name):
             raise ConfigError(
@@ -81,22 +80,15 @@ def resolve_training(recipe: str | None, flags: dict[str, Any]) -> tuple[Config,
     return config, folder
 
 
-def is_prompt_file(config: Config) -> bool:
-    return Path(config.data).suffix in PROMPT_FILES and not config.data_dir.is_dir()
-
-
-def encoded_folder(config: Config, folder: Path | None) -> Path:
-    """Where the prompts of the file ``data`` are encoded: next to the run, under a name that says what is in it.
+def encoded_data(config: Config, folder: Path | None) -> tuple[Path, list[str], Path]:
+    """Of ``data`` that is a table of prompts: where the dataset of its conditioning goes, next to the run; the prompts.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the table cannot be read.
     """
-    from encode_prompts import read_rows
-
     prompts = [prompt for prompt, _ in read_rows(str(config.data_dir), "prompt")]
-    address = json.dumps([str(config.teacher_dir.resolve()), config.negative_prompt, prompts])
-    name = hashlib.sha256(address.encode()).hexdigest()[:16]
-    return (folder.parent if folder else RUNS).resolve() / "encoded" / name
+    parent = folder.parent if folder else RUNS
+    return encoded_folder(parent, config.teacher, prompts, config.negative_prompt, None), prompts, parent
 
 
 def new_run_name(recipe: str | None) -> Path:
