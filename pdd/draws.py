@@ -28,8 +28,8 @@ def noise(shape: tuple[int, ...], *address: int | str) -> Tensor:
 class Shuffle:
     """An endless shuffled pass over ``size`` rows: row ``at(i)`` is the i-th one drawn, every epoch in a new order."""
 
-    def __init__(self, size: int, *address: int | str):
-        self.size, self.address = size, address
+    def __init__(self, size: int, seed: int, *purpose: str):
+        self.size, self.address = size, (seed, *purpose)
         self._order = lru_cache(maxsize=2)(self._permutation)  # a batch may straddle two epochs
 
     def _permutation(self, epoch: int) -> Tensor:

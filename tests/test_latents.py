@@ -4,22 +4,28 @@ import importlib
 import json
 import re
 import shutil
+from io import BytesIO
 from pathlib import Path
 
 import av
+import datasets
+import family_ltx2
 import numpy as np
 import pytest
 import torch
 from conftest import SMALL, TRAIN, equal, lines, student_weights
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from test_encode import with_text_encoders
 
 from pdd.backbones import REGISTRY, Size, read_backbone
-from pdd.buckets import aspect_buckets
+from pdd.backbones.ltx2 import LTX2, log_mel
+from pdd.buckets import Dropped, MediaEncoder, aspect_buckets
+from pdd.draws import Grouped, Shuffle
 from pdd.formats import load_autoencoders
 from pdd.media import pixels, read_frames, read_picture, read_sound, write_sound, write_video
+from pdd.prompts import read_rows
 
 MODULES = sorted({target.split(":")[0] for target in REGISTRY.values()})
 
@@ -89,8 +95,6 @@ def test_the_stock_pipeline_decodes_what_was_encoded(family):
         pictures = pictures[:, :, None] if name.startswith("qwen") else pictures  # its autoencoder is a video's
         expected = {"vae": vaes["vae"].decode(vaes["vae"].encode(pictures).latent_dist.mode()).sample}
         if "audio" in media:
-            from pdd.backbones.ltx2 import log_mel
-
             mel = log_mel(media["audio"], vaes["audio_vae"], backbone.latent_shapes()["audio"][1])
             expected["audio_vae"] = vaes["audio_vae"].decode(vaes["audio_vae"].encode(mel).latent_dist.mode()).sample
         decoded = decoded_by_stock(folder, module, backbone, latents)
@@ -159,8 +163,6 @@ def test_sound_is_resampled_to_stereo_and_cut(tmp_path):
 def test_a_mel_spectrogram_is_where_and_as_loud_as_a_tone(tmp_path):
     """Of a sine in the middle of a bin's triangle, from the definition: half its amplitude times the window's sum."""
     from types import SimpleNamespace
-
-    from pdd.backbones.ltx2 import log_mel
 
     config = SimpleNamespace(sample_rate=16000, mel_hop_length=160, mel_bins=64)
     vae = SimpleNamespace(config=config, temporal_compression_ratio=4)
@@ -275,6 +277,19 @@ def test_pictures_are_encoded_into_the_nearest_bucket_and_the_rest_is_named(pict
     torch.testing.assert_close(torch.tensor(row["latents"]).view(1, 4, 8, 12), latents, rtol=1e-4, atol=1e-5)
 
 
+def test_groups_of_draws_are_of_one_kind_and_no_row_is_drawn_more_often_than_another():
+    kinds, group = torch.tensor([2, 0, 1, 1, 2, 2, 2]), 3
+    rows = [Grouped(kinds, 5).at(i, group) for i in range(2 * 7 * group)]
+    first, second = rows[: 7 * group], rows[7 * group :]
+    assert sorted(first) == sorted(second) == sorted([*range(7)] * group) and first != second
+    assert all(len({int(kinds[row]) for row in rows[i : i + group]}) == 1 for i in range(0, len(rows), group))
+    # a kind's own rows pass one after another, from one group to the next
+    mine = [row for row in rows if kinds[row] == 2]
+    assert all(len(set(mine[i : i + 4])) == 4 for i in range(0, len(mine), 4))
+    one, shuffle = Grouped(torch.zeros(10, dtype=torch.int64), 5), Shuffle(10, 5)
+    assert [one.at(i, group) for i in range(25)] == [shuffle.at(i) for i in range(25)]
+
+
 DRAWN = """
 from pdd.data import Rows
 shuffled = Rows.shuffled
@@ -357,7 +372,63 @@ def test_videos_are_cut_to_lengths_that_the_family_can_make(warm, tmp_path):
     assert [row["latents_shape"] for row in rows] == [[], [4, 4, 6, 8], [4, 4, 6, 8], [4, 2, 6, 8]]
 
 
+def test_a_video_s_own_sound_is_encoded_unless_another_file_is_named(tmp_path, monkeypatch):
+    family_ltx2.build(tmp_path / "teacher")
+    backbone = read_backbone(tmp_path / "teacher")
+    vaes = load_autoencoders(tmp_path / "teacher", torch.float32, "cpu")
+    encoder = MediaEncoder(backbone, [Size(64, 96, 17)], 9, 1.0, vaes)
+    frames, time = torch.rand(12, 3, 64, 96), torch.arange(8000) / 16000
+    tones = {pitch: 0.5 * torch.sin(2 * torch.pi * pitch * time).expand(2, -1) for pitch in (300, 3000)}
+    write_video(tmp_path / "clip.mp4", frames, 24.0, tones[300], 16000)
+    write_video(tmp_path / "silent.mp4", frames, 24.0)
+    for pitch, tone in tones.items():
+        write_sound(tmp_path / f"{pitch}.wav", tone, 16000)
+    clip, silent = str(tmp_path / "clip.mp4"), str(tmp_path / "silent.mp4")
+    bucket, own = encoder({"video": clip})
+    shapes = {m: tuple(x.shape) for m, x in own.items()}
+    assert bucket == "64x96x9" and shapes == backbone.at(Size(64, 96, 9)).latent_shapes()
+    _, same = encoder({"video": BytesIO(Path(clip).read_bytes())})  # as a dataset may hold it
+    assert torch.equal(same["video"], own["video"]) and torch.equal(same["audio"], own["audio"])
+    encode, heard = LTX2.encode_media, []
+    monkeypatch.setattr(
+        LTX2, "encode_media", lambda self, v, media: heard.append(media["audio"]) or encode(self, v, media)
+    )
+    dubbed = str(tmp_path / "3000.wav")
+    for video, audio, pitch in ((clip, None, 300), (clip, dubbed, 3000), (silent, dubbed, 3000)):
+        encoder({"video": video, **({"audio": audio} if audio else {})})
+        sound = heard[-1][0, 1]
+        assert sound.shape == (6000,)  # as long as 9 frames
+        assert np.abs(np.fft.rfft(sound)).argmax() * 16000 / 6000 == pytest.approx(pitch, abs=5)
+    with pytest.raises(Dropped, match="unreadable: there is no sound in it"):
+        encoder({"video": silent})
+
+
+def test_what_is_too_small_may_be_enlarged_when_asked(pictures, encoded):
+    backbone = read_backbone(encoded[0])
+    vaes, small = load_autoencoders(encoded[0], torch.float32, "cpu"), {"image": str(pictures / "small.png")}  # 8 x 12
+    assert MediaEncoder(backbone, [Size(16, 24)], 0, 2.0, vaes)(small)[0] == "16x24"
+    with pytest.raises(Dropped, match="too small: 8 x 12 pixels, for 16x24"):
+        MediaEncoder(backbone, [Size(16, 24)], 0, 1.9, vaes)(small)
+
+
+def test_tables_name_files_beside_them_or_hold_them(pictures, tmp_path):
+    """A folder of pictures with metadata, and a parquet file with the pictures inside."""
+    shutil.copy(pictures / "own.png", tmp_path / "own.png")
+    (tmp_path / "metadata.csv").write_text("file_name,prompt\nown.png,a own one\n")
+    ((prompt, files),) = read_rows(str(tmp_path), "prompt", ("image",))
+    assert prompt == "a own one" and Path(files["image"]) == tmp_path / "own.png"
+    table = Dataset.from_dict({"image": [str(tmp_path / "own.png")], "prompt": ["a own one"]}).cast_column(
+        "image", datasets.Image()
+    )
+    table.to_parquet(str(tmp_path / "inside.parquet"))
+    ((_, files),) = read_rows(str(tmp_path / "inside.parquet"), "prompt", ("image",))
+    assert read_picture(files["image"]).tobytes() == Image.open(pictures / "own.png").tobytes()
+    ((_, files), *_) = read_rows(str(pictures / "pictures.jsonl"), "prompt", ("image",))
+    assert Path(files["image"]) == pictures / "wide.png"
+
+
 BAD = {
+    "--height 16 --width 24 --teacher assets/digits": "has no vae/",
     "--height 16": "width is not given",
     "--height 15 --width 24": "height is 15; allowed are multiples of 4",
     "--height 16 --width 24 --buckets -1": "buckets is -1",
