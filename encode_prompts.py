@@ -3,20 +3,31 @@
     python encode_prompts.py --teacher PATH --prompts prompts.txt --out data/prompts
     python encode_prompts.py --teacher PATH --prompts captions.parquet --column caption --out data/prompts
     torchrun --nproc_per_node 8 encode_prompts.py --teacher PATH --prompts prompts.jsonl --out data/prompts   # shared among ranks
+    python encode_prompts.py --teacher PATH --prompts clips.jsonl --media --height 480 --width 832 --num_frames 81 --out data/x
 
 --prompts is a .txt (a line each), .jsonl, .csv or .parquet file, or a folder or name that ``datasets`` loads. The negative
 and the empty prompt are added as rows of their own. An interrupted run goes on where it stopped; the dataset appears whole
 or not at all. Beside it, pdd_encoding.json records what encoded it: training refuses one made by other text encoders.
+
+With --media the files that the columns image, or video and audio, name (relative to the table) go through the checkpoint's
+own autoencoders, for rollout_mode data_latent: resized and cut to the nearest of several aspect ratios of about
+height x width pixels. What is unreadable, too short or too small is left out, and said.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
 import shutil
 import sys
+from collections import Counter
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from pdd.config import ConfigError, Parser, model_folder
+from pdd.prompts import encoded_folder, read_rows
 
 
 def parser() -> Parser:
@@ -27,6 +38,18 @@ def parser() -> Parser:
     flags.add_argument("--out", required=True, help="dataset folder to write")
     flags.add_argument("--negative_prompt", default="", help="negative prompt, for cfg_uncond negative_prompt")
     flags.add_argument("--max_sequence_length", type=int, help="tokens; the pipeline's default if not given")
+    media = flags.add_argument_group("media")
+    media.add_argument("--media", action="store_true", help="encode images, or videos and their sound, too")
+    media.add_argument("--height", type=int, help="pixels; with width, the area of what media are resized to")
+    media.add_argument("--width", type=int, help="pixels")
+    media.add_argument("--num_frames", type=int, help="frames of the longest videos, at the family's frame rate")
+    media.add_argument("--min_frames", type=int, help="frames of the shortest videos; num_frames if not given")
+    media.add_argument(
+        "--buckets", type=int, default=7, help="aspect ratios from 1:2 to 2:1 beside height x width (default 7)"
+    )
+    media.add_argument(
+        "--max_enlarge", type=float, default=1.0, help="drop what must be enlarged by more than this (default 1)"
+    )
     flags.add_argument("--batch", type=int, default=16, help="prompts per encoder call (default 16)")
     flags.add_argument("--part", type=int, default=512, help="prompts per resumable part (default 512)")
     flags.add_argument(
@@ -37,64 +60,130 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
-        encode(parser().parse_args(argv))
+        encode(parser().parse_args(argv), rank, world)
         return 0
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if rank == 0:
             print(f"encode_prompts.py: error: {error}", file=sys.stderr, flush=True)
         return 2
 
 
-def read_prompts(source: str, column: str) -> list[str]:
-    """Prompts of a file, folder or dataset name, in order.
+def encoded(
+    parent: Path, teacher: str, prompts: list[str], negative_prompt: str, length: int | None, *flags: str
+) -> Path:
+    """A dataset of a few prompts, encoded now unless it was before: a folder in ``parent`` named after what is in it.
+
+    Args:
+        length: tokens; None is the pipeline's default.
+        flags: more of this script's.
 
     Raises:
-        ConfigError: unreadable, no such column, or no prompt in it.
+        ConfigError: the teacher cannot encode them.
     """
-    import datasets
+    import torch
 
-    path, kinds = Path(source), {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    out = encoded_folder(parent, teacher, prompts, negative_prompt, length)
+    if not out.is_dir():
+        words = ["--teacher", teacher, "--prompts", "", "--out", str(out), "--negative_prompt", negative_prompt, *flags]
+        words += [] if length is None else ["--max_sequence_length", str(length)]
+        print(f"encoding {len(prompts)} prompts into {out}", flush=True)
+        encode(parser().parse_args(words), rows=[(prompt, {}) for prompt in prompts])
+        gc.collect()  # the text encoders
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+    return out
+
+
+def media_buckets(args, backbone) -> list:
+    """Sizes that the flags let media be resized to.
+
+    Raises:
+        ConfigError: a flag that is missing or does not fit, or a teacher without autoencoder.
+    """
+    from pdd.backbones import Size
+    from pdd.buckets import aspect_buckets
+
+    if "vae" not in backbone.configs:
+        raise ConfigError(f"media is given but teacher {args.teacher!r} has no vae/; allowed is one that has")
+    videos = backbone.frame_rate > 0
+    for name in ("height", "width", "num_frames") if videos else ("height", "width"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"{name} is not given; with --media allowed is what will be trained at")
+    shortest = args.num_frames if args.min_frames is None else args.min_frames
+    for name, fine, allowed in (
+        ("buckets", args.buckets >= 0, "0 or more"),
+        ("max_enlarge", args.max_enlarge > 0, "more than 0"),
+        ("min_frames", not videos or 0 < shortest <= args.num_frames, f"1 to num_frames {args.num_frames}"),
+    ):
+        if not fine:
+            raise ConfigError(f"{name} is {getattr(args, name)}; allowed is {allowed}")
     try:
-        if path.suffix == ".txt":
-            prompts = [line.strip() for line in path.read_text().splitlines()]
-        else:
-            if path.suffix in kinds:
-                rows = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
-            elif path.is_dir():
-                rows = datasets.load_from_disk(str(path))
-            else:
-                rows = datasets.load_dataset(source, split="train")
-            if column not in rows.column_names:
-                raise ConfigError(f"prompts {source!r} has no column {column!r}; it has {rows.column_names}")
-            prompts = list(rows[column])
-    except ConfigError:
-        raise
-    except Exception as error:  # each reader of datasets has its own
-        raise ConfigError(f"prompts {source!r} cannot be read: {str(error).splitlines()[0]}") from None
-    if bad := [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]:
-        raise ConfigError(
-            f"prompts {source!r} row {bad[0]} of column {column!r} is {prompts[bad[0]]!r}; allowed is text"
+        return aspect_buckets(
+            backbone, Size(args.height, args.width, args.num_frames if videos else None), args.buckets
         )
-    prompts = [prompt for prompt in prompts if prompt.strip()]
-    if not prompts:
-        raise ConfigError(f"prompts {source!r} has no prompt in it")
-    return prompts
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
-def encode(args) -> None:
+def encode_files(encoder, files: list[dict[str, Any]], latent_columns: dict[str, str]) -> dict[str, list]:
+    """Latents of rows as columns: flat, beside their shapes, since these differ; ``bucket``, and why a row is ``dropped``."""
+    from pdd.buckets import Dropped
+
+    columns: dict[str, list] = {"bucket": [], "dropped": []}
+    for row in files:
+        bucket, latents, why = "", {}, ""
+        if row:  # the empty and the negative prompt have no media
+            try:
+                bucket, latents = encoder(row)
+            except Dropped as reason:
+                why = str(reason)
+        columns["bucket"].append(bucket)
+        columns["dropped"].append(why)
+        for modality, column in latent_columns.items():
+            made = latents.get(modality)
+            columns.setdefault(column, []).append([] if made is None else made.flatten().numpy())
+            columns.setdefault(f"{column}_shape", []).append([] if made is None else list(made.shape))
+    return columns
+
+
+def bucket_report(backbone, buckets: list[str], dropped: list[tuple[str, str]]) -> str:
+    """Rows and transformer tokens of every bucket, and what was left out."""
+    from pdd.buckets import size_of
+
+    count, lines = Counter(bucket for bucket in buckets if bucket), []
+    for name, rows in sorted(count.items(), key=lambda item: sum(backbone.at(size_of(item[0])).tokens().values())):
+        tokens = backbone.at(size_of(name)).tokens()
+        lines.append(f"{name:>14} {rows:>8} rows  " + "  ".join(f"{n} {m} tokens" for m, n in tokens.items()))
+    for kind, rows in Counter(why.split(":")[0] for _, why in dropped).items():
+        row, why = next(pair for pair in dropped if pair[1].startswith(kind))
+        lines.append(f"{'dropped':>14} {rows:>8} {kind}, the first {row}: {why.partition(': ')[2]}")
+    return "\n".join(lines)
+
+
+def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> None:
+    """Write the dataset that the flags describe, this rank's share of it.
+
+    Args:
+        rows: prompts and their files, in the place of those that ``prompts`` names.
+
+    Raises:
+        ConfigError: bad flags, unreadable prompts, a teacher that cannot encode.
+    """
     import torch
     import torch.distributed as dist
     from datasets import Array2D, Dataset, Features, List, Value, concatenate_datasets
     from tqdm import tqdm
 
     from pdd.backbones import Backbone, read_backbone
+    from pdd.buckets import MediaEncoder, name_of
     from pdd.data import ENCODING, encoder_fingerprint
-    from pdd.formats import text_pipeline
+    from pdd.formats import load_autoencoders, text_pipeline
     from pdd.run import write_json
 
-    teacher, out = model_folder(args.teacher, "text_encoder*/*", "tokenizer*/*"), Path(args.out)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    vaes = ("*vae/*",) if args.media else ()
+    teacher, out = model_folder(args.teacher, "text_encoder*/*", "tokenizer*/*", *vaes), Path(args.out)
     for name in ("batch", "part"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
@@ -109,7 +198,10 @@ def encode(args) -> None:
             f"teacher {args.teacher!r} is {type(backbone).__name__}, whose prompts cannot be encoded here yet; its dataset "
             f"needs the columns prompt, {', '.join(backbone.columns)}"
         )
-    prompts = list(dict.fromkeys(["", args.negative_prompt])) + read_prompts(args.prompts, args.column)
+    buckets = media_buckets(args, backbone) if args.media else []
+    aside = list(dict.fromkeys(["", args.negative_prompt]))  # unconditional rows, without media
+    found = rows or read_rows(args.prompts, args.column, backbone.modalities if args.media else ())
+    prompts, files = aside + [prompt for prompt, _ in found], [{} for _ in aside] + [named for _, named in found]
     facts = {
         "teacher": args.teacher,
         "text_encoders": encoder_fingerprint(teacher),
@@ -117,6 +209,9 @@ def encode(args) -> None:
         "dtype": args.dtype,
         "negative_prompt": args.negative_prompt,
     }
+    if args.media:
+        limits = {name: getattr(args, name) for name in ("min_frames", "max_enlarge")}
+        facts["media"] = {"buckets": [name_of(size) for size in buckets], **limits}
     if not facts["text_encoders"]:
         raise ConfigError(f"teacher {args.teacher!r} has no text encoders; allowed is a folder with text_encoder/")
     if world > 1:
@@ -124,7 +219,12 @@ def encode(args) -> None:
 
     # parts of an earlier try go on only if they are of the same prompts by the same encoders
     parts = out.with_name(out.name + ".parts")
-    address = {**facts, "prompts": prompts, "part": args.part}
+    address = {
+        **facts,
+        "prompts": prompts,
+        "files": [sorted(map(_address, row.items())) for row in files],
+        "part": args.part,
+    }
     if rank == 0:
         same = (parts / "of.json").exists() and (parts / "of.json").read_text() == _text(address)
         if parts.exists() and not same:
@@ -138,13 +238,19 @@ def encode(args) -> None:
     mine = [start for start in starts[rank::world] if not (parts / f"{start:09d}.parquet").exists()]
     if mine:
         device = args.device or (
-            str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+            f"{torch.accelerator.current_accelerator()}:{os.environ.get('LOCAL_RANK', 0)}"
+            if torch.accelerator.is_available()
+            else "cpu"
         )
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
         try:
             pipe = text_pipeline(teacher, dtype, device)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if args.media:
+            shortest = args.min_frames or args.num_frames or 0
+            autoencoders = load_autoencoders(teacher, dtype, device)
+            encoder = MediaEncoder(backbone, buckets, shortest, args.max_enlarge, autoencoders)
         for start in tqdm(mine, disable=rank != 0, unit="part"):
             chunk, columns = prompts[start : start + args.part], []
             for i in range(0, len(chunk), args.batch):
@@ -161,6 +267,11 @@ def encode(args) -> None:
             kinds = {1: lambda s, dtype: List(Value(dtype)), 2: Array2D}
             features = {c: kinds[t.ndim - 1](tuple(t.shape[1:]), str(t.numpy().dtype)) for c, t in tensors.items()}
             rows = {"prompt": chunk, **{c: list(t.numpy()) for c, t in tensors.items()}}
+            if args.media:
+                rows |= encode_files(encoder, files[start : start + args.part], backbone.latent_columns)
+                features |= {"bucket": Value("string"), "dropped": Value("string")}
+                for column in backbone.latent_columns.values():
+                    features |= {column: List(Value("float32")), f"{column}_shape": List(Value("int32"))}
             dataset = Dataset.from_dict(rows, features=Features({"prompt": Value("string"), **features}))
             unfinished = parts / f"{start:09d}.tmp"
             dataset.to_parquet(unfinished)
@@ -171,6 +282,14 @@ def encode(args) -> None:
         saving = out.with_name(out.name + ".saving")
         shutil.rmtree(saving, ignore_errors=True)
         whole = concatenate_datasets([Dataset.from_parquet(str(parts / f"{start:09d}.parquet")) for start in starts])
+        if args.media:
+            reasons = list(whole["dropped"])
+            dropped = [(_named(files[i], prompts[i]), why) for i, why in enumerate(reasons) if why]
+            whole = whole.select([i for i, why in enumerate(reasons) if not why]).remove_columns("dropped")
+            print(bucket_report(backbone, list(whole["bucket"]), dropped))
+            if not any(whole["bucket"]):
+                raise ConfigError(f"prompts {args.prompts!r} has no media that could be encoded")
+            facts["media"]["dropped"] = dropped
         whole.save_to_disk(str(saving))
         write_json(saving / ENCODING, facts)
         os.rename(saving, out)
@@ -179,6 +298,17 @@ def encode(args) -> None:
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _address(item: tuple[str, Any]) -> str:
+    """What a media cell is, for the record: its path, or a hash of its contents."""
+    name, file = item
+    return f"{name} {hashlib.sha256(file.getvalue()).hexdigest() if isinstance(file, BytesIO) else file}"
+
+
+def _named(files: dict[str, Any], prompt: str) -> str:
+    paths = [file for file in files.values() if isinstance(file, str)]
+    return paths[0] if paths else prompt
 
 
 def _text(value: object) -> str:

@@ -6,7 +6,8 @@
     python sample_pdd.py --steps 4 --run runs/high --second runs/low               # two experts, a run each: 2 + 2 forwards
     python sample_pdd.py --steps 24 --run runs/high --second teacher --second_steps 20   # one distilled: 4 + 20
 
-Plain torch: no DeepSpeed, one process. Prompts are looked up in the run's conditioning dataset.
+Plain torch: no DeepSpeed, one process. Prompts are looked up in the run's conditioning dataset; where it lacks one, all are
+encoded by the base model's text encoders, once, into a folder beside the run.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ def parser() -> Parser:
     flags.add_argument("--out", help="folder of the pictures; the run folder if not given")
     flags.add_argument("--device", help="torch device; the first accelerator, else the CPU")
     flags.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="weights' precision; as stored if not given")
+    flags.add_argument(
+        "--offload", choices=["none", "model", "sequential"], default="none",
+        help="keep on the accelerator only the component at work, or only its layer at work (default none)",
+    )  # fmt: skip
+    flags.add_argument("--tiling", action="store_true", help="decode in tiles, in less memory")
     flags.add_argument(
         "--compare", action="store_true", help="measure and draw student, teacher and Euler side by side"
     )
@@ -94,12 +100,17 @@ def sample(args) -> None:
     device = args.device or (
         str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     )
+    if args.offload != "none" and torch.device(device).type == "cpu":
+        raise ConfigError(f"offload is {args.offload!r} and the device is the CPU; allowed is none, or an accelerator")
+    if args.compare and (args.offload != "none" or args.tiling):
+        raise ConfigError("compare measures latents by its own sampler; allowed is neither offload nor tiling with it")
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     try:
-        student = read_student(run / "student", dtype, device)
+        home = device if args.offload == "none" else "cpu"
+        student = read_student(run / "student", dtype, home)
         if second is not None:
             where = second / "student" if isinstance(second, Path) else second
-            second = read_second(student, where, args.second_steps, dtype=dtype, device=device)
+            second = read_second(student, where, args.second_steps, dtype=dtype, device=home)
         course = Course(student, second, args.second_steps, args.force)
         partitions = {steps: course.nodes(steps) for steps in dict.fromkeys(args.steps)}
     except ValueError as error:
@@ -113,8 +124,10 @@ def sample(args) -> None:
         guided = second_guidance(args, config, student.backbone, rows)
     elif args.second_guidance is not None:
         raise ConfigError(f"second_guidance is {args.second_guidance}; allowed is none, without --second {TEACHER}")
-    prompts = wanted_prompts(args, rows)
+    prompts = wanted_prompts(args)
     print(f"run {run}", flush=True)
+    if any(prompt not in rows.prompts for prompt in prompts):
+        rows.look_up_in(encoded_prompts(prompts, run, config, student, rows, device))
     out = Path(args.out) if args.out else run
     out.mkdir(parents=True, exist_ok=True)
 
@@ -132,17 +145,21 @@ def sample(args) -> None:
 
     try:
         pipe = load_student(
-            student, text_encoders=False, force=args.force, device=device, second=second, second_steps=args.second_steps
-        )
+            student, text_encoders=False, force=args.force, device=device, second=second, second_steps=args.second_steps,
+            offload=args.offload,
+        )  # fmt: skip
     except ValueError as error:
         raise ConfigError(str(error)) from None
     pipe.set_progress_bar_config(disable=True)
+    if args.tiling:
+        tile(pipe)
     prompts = prompts or [rows.prompts[i] for i in rows.trained[:4]]
     num = args.num or 8
     jobs = [(prompt, i) for prompt in prompts for i in range(num)]
     for steps in partitions:
-        made = []
-        for begin in tqdm(range(0, len(jobs), args.batch), unit="batch", desc=f"{steps} forwards", leave=False):
+        made, bar = [], tqdm(total=len(jobs), unit="sample", desc=f"{steps} forwards", leave=False)
+        hooks = show_progress(bar, pipe, steps)
+        for begin in range(0, len(jobs), args.batch):
             chunk = jobs[begin : begin + args.batch]
             # a sample's noise depends on the seed and its number alone: the same at any step count and batch size
             eps = {
@@ -151,6 +168,10 @@ def sample(args) -> None:
             }
             cond = rows.cond(torch.tensor([rows.find(prompt) for prompt, _ in chunk]), device)
             made += call(pipe, student.backbone, cond, initial(eps, course.students[0].grid), steps, guided)
+            bar.update(len(chunk))
+        for hook in hooks:
+            hook.remove()
+        bar.close()
         print(
             f"{steps} forwards: {write(made, jobs, num, out / f'sample-nfe{steps}-seed{args.seed}', pipe, student.backbone)}"
         )
@@ -218,11 +239,39 @@ def write(made: list, jobs: list, num: int, stem: Path, pipe, backbone) -> Path:
     return stem
 
 
-def wanted_prompts(args, rows) -> list[str]:
+def tile(pipe) -> None:
+    try:
+        pipe.vae.enable_tiling()
+    except (AttributeError, NotImplementedError):
+        print(
+            f"--tiling changes nothing: {type(getattr(pipe, 'vae', None)).__name__} does not decode in tiles",
+            flush=True,
+        )
+
+
+def show_progress(bar, pipe, steps: int) -> list:
+    """Let the bar say which forward a batch is in, and then how often its decoder was called: once for each tile or frames."""
+    counts = {"forward": 0, "decoder call": 0}
+
+    def counted(name: str, total: str = ""):
+        def hook(module, args) -> None:
+            counts[name] = counts[name] % steps + 1 if total else counts[name] + 1
+            bar.set_postfix_str(f"{name} {counts[name]}{total}")
+
+        return hook
+
+    parts = [(pipe.transformer, counted("forward", f"/{steps}"))]
+    for name in ("vae", "audio_vae"):
+        if (decoder := getattr(getattr(pipe, name, None), "decoder", None)) is not None:
+            parts.append((decoder, counted("decoder call")))
+    return [module.register_forward_pre_hook(hook) for module, hook in parts]
+
+
+def wanted_prompts(args) -> list[str]:
     """Prompts of the flags; empty when none was given.
 
     Raises:
-        ConfigError: an unreadable file, or a prompt without a row in the dataset.
+        ConfigError: an unreadable file.
     """
     prompts = list(args.prompt or [])
     if args.prompts:
@@ -230,10 +279,27 @@ def wanted_prompts(args, rows) -> list[str]:
             prompts += [line.strip() for line in Path(args.prompts).read_text().splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"prompts {args.prompts!r} cannot be read: {error}") from None
-    for prompt in prompts:
-        if prompt not in rows.prompts:
-            raise unknown(f"data {str(rows.path)!r}: prompt", prompt, rows.prompts)
     return prompts
+
+
+def encoded_prompts(prompts: list[str], run: Path, config: Config, student, rows, device: str) -> Path:
+    """A dataset of all these prompts, as long and as precise as the run's own is.
+
+    Raises:
+        ConfigError: the base model has no text encoders here, so that its dataset's prompts are all there are.
+    """
+    from encode_prompts import encoded
+    from pdd.backbones import Backbone, read_json
+    from pdd.data import ENCODING
+
+    has_encoders = any(config.teacher_dir.glob("text_encoder*/config.json"))
+    if not has_encoders or type(student.backbone).encode_prompts is Backbone.encode_prompts:
+        missing = next(prompt for prompt in prompts if prompt not in rows.prompts)
+        raise unknown(f"data {str(rows.path)!r}: prompt", missing, rows.prompts)
+    record = read_json(rows.path / ENCODING) if (rows.path / ENCODING).exists() else {}
+    flags = ["--device", device, "--dtype", record.get("dtype", "fp32")]
+    distinct, length = list(dict.fromkeys(prompts)), record.get("max_sequence_length")
+    return encoded(run.parent, config.teacher, distinct, config.negative_prompt, length, *flags)
 
 
 def summary(table: dict) -> str:

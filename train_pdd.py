@@ -7,6 +7,7 @@
     python train_pdd.py --ds_config ds_configs/zero3.json                         # one process, no launcher
 
     ... --recipe recipes/digits.yaml --pdd_steps 64 --run runs/mine               # a recipe, then knobs as flags
+    ... --data prompts.txt                                                        # encoded first, by the teacher's encoders
     ... --dry_run 8                                                               # memory per rank on 8 ranks, no weights
     ... --resume [--run runs/mine]                                                # go on after an interruption
 
@@ -16,6 +17,7 @@ knob. Ctrl-C and SIGTERM save a checkpoint and end the run; --resume continues i
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -48,6 +50,7 @@ def train(argv: list[str]) -> int:
     from pdd.formats import contract, load_transformer, save_student
     from pdd.objective import Objective
     from pdd.pictures import grid as picture_grid
+    from pdd.prompts import is_table
     from pdd.student import Student, Velocity, head_parameters, widen
     from pdd.teacher import Teacher, guidance, unconditional_condition
     from pdd.validation import Validator, validation_rows
@@ -64,11 +67,13 @@ def train(argv: list[str]) -> int:
         grid = backbone.grid(config.pdd_steps, shifts(config, backbone), config.grid_max_t)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    processes = Processes()
+    if is_table(config.data):
+        config = encode_data(config, folder, processes)
     rows = Rows(config, backbone)
     if config.validation_every:
         validation_rows(config, rows)
     unconditional = unconditional_condition(config, backbone, rows)
-    processes = Processes()
     check_coverage(config, processes.world)
 
     if config.dry_run:
@@ -216,6 +221,35 @@ def train(argv: list[str]) -> int:
                 return 1
             print(f"student written to {folder / 'student'}", flush=True)
     return 0
+
+
+def encode_data(config: Config, folder: Path | None, processes) -> Config:
+    """The knobs with the dataset that the prompts of the table ``data`` were encoded into, now or for an earlier run.
+
+    Rank 0 encodes, the others wait; its text encoders are gone before any weights are loaded for training.
+
+    Raises:
+        ConfigError: prompts alone for data_latent, or prompts that the teacher cannot encode; on every rank alike.
+    """
+    from encode_prompts import encoded
+
+    if config.rollout_mode == "data_latent":
+        raise ConfigError(
+            f"data {config.data!r} has prompts alone, but rollout_mode is 'data_latent'; allowed is a folder that "
+            "encode_prompts.py --media has written"
+        )
+    out, prompts, parent = runs.encoded_data(config, folder)
+    processes.start()
+    failed = None
+    if processes.rank == 0:
+        flags = ["--device", str(processes.device), "--dtype", "bf16" if processes.on_accelerator else "fp32"]
+        try:
+            encoded(parent, config.teacher, prompts, config.negative_prompt, None, *flags)
+        except ConfigError as error:
+            failed = str(error)
+    if failed := processes.from_first(failed):
+        raise ConfigError(failed)
+    return dataclasses.replace(config, data=str(out))
 
 
 def shifts(config: Config, backbone) -> dict[str, float]:

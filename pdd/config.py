@@ -112,7 +112,10 @@ class Data:
     """data"""
 
     data: str = knob(
-        "", "dataset folder (datasets.save_to_disk); <teacher>/conditioning or /latents if not given", fixed=True
+        "",
+        "dataset folder (datasets.save_to_disk), or a file of prompts to encode first; <teacher>/conditioning or /latents "
+        "if not given",
+        fixed=True,
     )
     prompt_repeats: dict = knob(
         {}, "prompt: how often it is drawn in each pass over the data; once if not named", fixed=True

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pdd.backbones import Backbone, read_json
 from pdd.backbones.base import State
+from pdd.buckets import size_of
 from pdd.config import Config, ConfigError, unknown
-from pdd.draws import Shuffle
+from pdd.draws import Grouped
 
 ENCODING = "pdd_encoding.json"  # beside a dataset: what encoded it
 
@@ -44,7 +45,8 @@ class Rows:
 
     A row has a ``prompt``, the family's conditioning columns and, where ``needs_latents``, its latent columns. Rows of the
     empty and of the negative prompt are there to be looked up, not to be trained on. An optional boolean column
-    ``<latents>_mask`` marks the valid elements of padded latents.
+    ``<latents>_mask`` marks the valid elements of padded latents. A ``bucket`` column says that latents have several shapes:
+    then they are flat, their shapes are in ``<latents>_shape``, and a row without a bucket has none.
 
     Args:
         config: the knobs that name the folder, the regime, the expert, the seed and the negative prompt.
@@ -77,6 +79,10 @@ class Rows:
         self.prompts: list[str] = list(self.dataset["prompt"])
         aside = {"", config.negative_prompt}
         self.trained = [i for i, prompt in enumerate(self.prompts) if prompt not in aside]
+        self.buckets: list[str] = []  # of every row; none where all latents have one shape
+        if config.rollout_mode == "data_latent" and "bucket" in self.dataset.column_names:
+            self.buckets = list(self.dataset["bucket"])
+            self.trained = [i for i in self.trained if self.buckets[i]]
         if not self.trained:
             raise ConfigError(
                 f"data {str(self.path)!r} has no prompt to train on; needed is at least one that is not empty"
@@ -86,19 +92,60 @@ class Rows:
                 raise unknown(f"prompt_repeats: prompt of data {str(self.path)!r}", prompt, self.prompts)
         times = [config.prompt_repeats.get(self.prompts[i], 1) for i in self.trained]
         self._pass = torch.tensor(self.trained).repeat_interleave(torch.tensor(times))
-        self._shuffle = Shuffle(len(self._pass), config.seed)
+        kinds = {name: kind for kind, name in enumerate(sorted({self._bucket(i) for i in self.trained}))}
+        self._shuffle = Grouped(torch.tensor([kinds[self._bucket(i)] for i in self._pass.tolist()]), config.seed)
         self._tensors = self.dataset.with_format("torch")
-        if config.needs_latents:
+        if config.needs_latents and not self.buckets:
             self.latent_shapes = {m: tuple(self._tensors[0][c].shape) for m, c in latent_columns.items()}
         else:
             try:
                 self.latent_shapes = backbone.latent_shapes()
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+        try:
+            if self.buckets:
+                self._check_buckets(config)
+        except ConfigError:
+            raise
+        except ValueError as error:  # a size that the teacher cannot make
+            raise ConfigError(f"data {str(self.path)!r}: {error}") from None
 
-    def shuffled(self, serials: Tensor) -> Tensor:
-        """Rows of the samples with these serial numbers ``[B]``: an endless shuffled pass over the trained rows."""
-        return self._pass[[self._shuffle.at(i) for i in serials.tolist()]]
+    def _bucket(self, row: int) -> str:
+        return self.buckets[row] if self.buckets else ""
+
+    def _check_buckets(self, config: Config) -> None:
+        """Are the buckets this teacher's, and so near to the run's own size that one grid and shift serve all?"""
+        name, latents = f"data {str(self.path)!r}", [f"{c}_shape" for c in self.backbone.latent_columns.values()]
+        record = read_json(self.path / ENCODING) if (self.path / ENCODING).exists() else {}
+        if sizes := record.get("media", {}).get("buckets"):
+            if all(self.backbone.at(size_of(size)).latent_shapes() != self.latent_shapes for size in sizes):
+                wanted = ", ".join(f"{knob} {value}" for knob, value in vars(config.size).items())
+                raise ConfigError(f"size is {wanted}; allowed by {name} are {', '.join(sizes)}")
+        given = config.shift if isinstance(config.shift, dict) else {}
+        free = [m for m in self.backbone.heads if m not in given and not isinstance(config.shift, float)]
+        own = self.backbone.shifts()
+        for bucket in sorted({self.buckets[i] for i in self.trained}):
+            row = self.dataset.select_columns(latents)[self.buckets.index(bucket)]
+            there = self.backbone.at(size_of(bucket))
+            if [tuple(row[c]) for c in latents] != list(there.latent_shapes().values()):
+                raise ConfigError(
+                    f"{name} has latents of shape {list(row.values())} in bucket {bucket}, where the teacher's are "
+                    f"{list(there.latent_shapes().values())}; encode it again with encode_prompts.py"
+                )
+            for m in free:
+                if abs(there.shifts()[m] / own[m] - 1) > 0.1:
+                    raise ConfigError(
+                        f"shift is not given, and is {there.shifts()[m]:.2f} in bucket {bucket} of {name} by the teacher's "
+                        f"scheduler, but {own[m]:.2f} at the run's size; allowed is one shift for all"
+                    )
+
+    def shuffled(self, serials: Tensor, group: int) -> Tensor:
+        """Rows of the samples with these serial numbers ``[B]``: an endless shuffled pass over the trained rows.
+
+        Args:
+            group: samples of the global batch; all of one are of one bucket, so that any micro-batch has one shape.
+        """
+        return self._pass[[self._shuffle.at(i, group) for i in serials.tolist()]]
 
     def cond(self, indices: Tensor, device: torch.device | str) -> dict[str, Tensor]:
         """Conditioning of rows, column -> ``[B, ...]``."""
@@ -107,8 +154,10 @@ class Rows:
     def latents(self, indices: Tensor, device: torch.device | str) -> State:
         """Real latents of rows, modality -> ``[B, ...]``."""
         columns = self.backbone.latent_columns
+        if self.buckets:
+            shapes = self.dataset.select_columns([f"{c}_shape" for c in columns.values()])[int(indices[0])]
         read = self._read(indices, list(columns.values()), device)
-        return {m: read[c] for m, c in columns.items()}
+        return {m: read[c].view(-1, *shapes[f"{c}_shape"]) if self.buckets else read[c] for m, c in columns.items()}
 
     def mask(self, indices: Tensor, device: torch.device | str) -> State | None:
         """Validity of latents, modality -> ``[B, ...]``; None when the data has no mask."""
@@ -116,6 +165,11 @@ class Rows:
             return None
         read = self._read(indices, list(self.masks.values()), device)
         return {m: read[c] for m, c in self.masks.items()}
+
+    def look_up_in(self, path: Path) -> None:
+        """Take prompts and conditioning from another dataset of the same encoders; latents are not to be asked for then."""
+        self.path, self.dataset = path, open_dataset(path)
+        self.prompts, self._tensors = list(self.dataset["prompt"]), self.dataset.with_format("torch")
 
     def row_of(self, prompt: str) -> Tensor:
         """:meth:`find` as indices ``[1]``."""

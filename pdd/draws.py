@@ -28,12 +28,46 @@ def noise(shape: tuple[int, ...], *address: int | str) -> Tensor:
 class Shuffle:
     """An endless shuffled pass over ``size`` rows: row ``at(i)`` is the i-th one drawn, every epoch in a new order."""
 
-    def __init__(self, size: int, seed: int):
-        self.size, self.seed = size, seed
+    def __init__(self, size: int, seed: int, *purpose: str):
+        self.size, self.address = size, (seed, *purpose)
         self._order = lru_cache(maxsize=2)(self._permutation)  # a batch may straddle two epochs
 
     def _permutation(self, epoch: int) -> Tensor:
-        return torch.randperm(self.size, generator=generator_for(self.seed, "epoch", epoch))
+        return torch.randperm(self.size, generator=generator_for(*self.address, "epoch", epoch))
 
     def at(self, index: int) -> int:
         return int(self._order(index // self.size)[index % self.size])
+
+
+class Grouped:
+    """An endless shuffled pass over rows of several kinds, of which every ``group`` consecutive draws are of one kind.
+
+    A group's kind is that of a row drawn from an endless pass over all rows; its members are the kind's next ones, in an
+    endless pass of its own. So any kind may have fewer rows than a group has, and in as many groups as there are rows
+    every row is drawn exactly ``group`` times. Of one kind, it is :class:`Shuffle`.
+
+    Args:
+        kinds: int64 ``[R]``, the kind of every row, ``0 .. K-1`` without a gap.
+    """
+
+    def __init__(self, kinds: Tensor, seed: int):
+        self.kinds = kinds
+        self.members = [torch.nonzero(kinds == kind)[:, 0] for kind in range(int(kinds.max()) + 1)]
+        self._within = [Shuffle(len(rows), seed) for rows in self.members]
+        self._between = Shuffle(len(kinds), seed, "groups")
+        self._earlier = lru_cache(maxsize=2)(self._counts)
+
+    def _counts(self, epoch: int) -> Tensor:
+        """How many groups of this epoch before each one are of its kind: ``[R]``."""
+        drawn, counts = self.kinds[self._between._order(epoch)], torch.empty_like(self.kinds)
+        for kind in range(len(self.members)):
+            of_kind = drawn == kind
+            counts[of_kind] = torch.arange(int(of_kind.sum()))
+        return counts
+
+    def at(self, index: int, group: int) -> int:
+        number, place = divmod(index, group)
+        epoch, position = divmod(number, len(self.kinds))
+        kind = int(self.kinds[self._between.at(number)])
+        earlier = epoch * len(self.members[kind]) + int(self._earlier(epoch)[position])
+        return int(self.members[kind][self._within[kind].at(earlier * group + place)])

@@ -116,7 +116,8 @@ class Processes:
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
 
-    def __enter__(self) -> Processes:
+    def start(self) -> Processes:
+        """Meet the other ranks; what :meth:`__enter__` does if it has not been done before."""
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
@@ -134,6 +135,8 @@ class Processes:
         local = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device(get_accelerator().device_name(local) if self.on_accelerator else "cpu")
         return self
+
+    __enter__ = start
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
         if kind is None:

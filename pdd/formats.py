@@ -97,6 +97,15 @@ def modular_components(folder: Path, names: tuple[str, ...], dtype: torch.dtype)
     return parts
 
 
+def load_autoencoders(folder: Path, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Component -> autoencoder of a pipeline's folder: ``vae``, and ``audio_vae`` where there is sound."""
+    index = read_json(folder / "model_index.json")
+    names = [name for name, value in index.items() if name in ("vae", "audio_vae") and value[0] is not None]
+    return {
+        n: getattr(diffusers, index[n][1]).from_pretrained(folder / n, dtype=dtype).to(device).eval() for n in names
+    }
+
+
 def empty_transformer(config: dict[str, Any]) -> nn.Module:
     """A transformer without weights, with its computed buffers."""
     cls = getattr(diffusers, config["_class_name"])

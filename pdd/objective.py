@@ -156,6 +156,7 @@ class Objective:
         self.rank, self.world, self.device = rank, world, torch.device(device)
         self.dtype = DTYPES[config.precision_decoding]
         self.batch = config.train_micro_batch_size_per_gpu
+        self.group = self.batch * world * config.gradient_accumulation_steps  # the global batch: of one shape
         self.nodes = torch.tensor(config.starts + [config.pdd_steps])
         self.origin = (0, 0)  # a step, and the samples seen until then, by whatever ranks and batch
         self.carry = None
@@ -192,7 +193,7 @@ class Objective:
         return sample_supervision(n, supervision_window(n, self.config.block_size_max, self.config.pdd_steps), uniforms)
 
     def _loss(self, state: State, n: Tensor, k: Tensor, serials: Tensor, next_nodes: Tensor | None) -> Losses:
-        indices = self.rows.shuffled(serials)
+        indices = self.rows.shuffled(serials, self.group)
         return pd_loss(
             self.student,
             self.teacher,
@@ -216,7 +217,7 @@ class Objective:
         starts = self.nodes[:-1]
         generator = generator_for(config.seed, "starts", step, round)
         n = starts[torch.randint(len(starts), (self.world, self.batch), generator=generator)[self.rank]]
-        x0 = self.rows.latents(self.rows.shuffled(serials), self.device)
+        x0 = self.rows.latents(self.rows.shuffled(serials, self.group), self.device)
         eps = self._noise(serials, {m: x.shape[1:] for m, x in x0.items()})
         sigma = {m: _column(s[n], x0[m].to(self.dtype)) for m, s in self.grid.sigma.items()}
         state = {m: (1 - sigma[m]) * x.to(self.dtype) + sigma[m] * eps[m] for m, x in x0.items()}
@@ -246,5 +247,5 @@ class Objective:
 
     def _advance(self, state: State, serials: Tensor, rung: int) -> State:
         """One rung of the stagger's pre-walk."""
-        cond = self.rows.cond(self.rows.shuffled(serials), self.device)
+        cond = self.rows.cond(self.rows.shuffled(serials, self.group), self.device)
         return endpoint(self.student.block(cond), state, self.grid, self.nodes[rung : rung + 2].tolist())

@@ -168,6 +168,7 @@ def load_student(
     force: bool = False,
     second: str | Path | LoadedStudent | None = None,
     second_steps: int | None = None,
+    offload: str = "none",
 ) -> DiffusionPipeline:
     """A trained student as its family's stock pipeline.
 
@@ -183,15 +184,17 @@ def load_student(
         second: where the checkpoint has two experts, the other one's student, likewise; or ``"teacher"``, the checkpoint's own
             one, in Euler steps.
         second_steps: how many of ``num_inference_steps`` are the second one's; half of them, rounded down, if not given.
+        offload: ``model`` keeps in ``device``'s memory the component at work alone, ``sequential`` its layer at work.
 
     Raises:
         ValueError: no student there, no teacher, or not one student for every expert.
     """
-    student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, device)
+    home = device if offload == "none" else "cpu"
+    student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, home)
     folder = model_folder(str(base_model or student.facts["base_model"]), *(EVERYTHING if text_encoders else BUT_TEXT))
     dtype = dtype or student.transformer.dtype
     if isinstance(second, (str, Path)):
-        second = read_second(student, second, second_steps, base_model, dtype, device)
+        second = read_second(student, second, second_steps, base_model, dtype, home)
     course = Course(student, second, second_steps, force)
     if is_modular(folder):
         names = ("vae", "audio_vae", *(TEXT_PARTS if text_encoders else ()))
@@ -200,8 +203,13 @@ def load_student(
         pipe = ordinary_pipeline(course, folder, dtype, text_encoders)
         scale_noise(pipe, float(next(iter(course.students[0].grid.sigma.values()))[0]))
     for one in course.students:
-        use_heads(pipe, one)
-    return pipe.to(device)
+        use_heads(pipe, one, device)
+    {
+        "none": pipe.to,
+        "model": lambda device: pipe.enable_model_cpu_offload(device=device),
+        "sequential": lambda device: pipe.enable_sequential_cpu_offload(device=device),
+    }[offload](device)
+    return pipe
 
 
 def ordinary_pipeline(course: Course, folder: Path, dtype: torch.dtype, text_encoders: bool) -> DiffusionPipeline:
@@ -249,9 +257,12 @@ def read_second(
     return untrained_student(str(base_model or student.facts["base_model"]), student, steps, dtype, device)
 
 
-def use_heads(pipe: DiffusionPipeline, student: LoadedStudent) -> None:
+def use_heads(pipe: DiffusionPipeline, student: LoadedStudent, device: str) -> None:
     """Before every forward of the pipeline's transformer, put the fused heads of the scheduler's block in place."""
     fused = FusedStudent(student.transformer, student.backbone, student.grid)
+    for bank in fused.banks.values():
+        bank.to(device)
+    fused.place(0, 1)  # from here on the banks are not the transformer's, to be offloaded with it
 
     def place(transformer: nn.Module, args: tuple, kwargs: dict) -> None:
         fused.place(*pipe.scheduler.blocks[pipe.scheduler.step_index or 0])

@@ -9,6 +9,7 @@ student/                                       the result; a run that has it is 
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import importlib.metadata
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pdd.config import KNOBS, ROOT, Config, ConfigError, read_yaml
+from pdd.prompts import encoded_folder, is_table, read_rows
 
 RUNS = Path("runs")
 DEFAULT_RECIPE = "recipes/digits.yaml"
@@ -72,6 +74,8 @@ def resolve_training(recipe: str | None, flags: dict[str, Any]) -> tuple[Config,
     once = {"resume": True, "run": str(folder), "stop_after": 0}
     config = Config(**{**saved, **once, **(read_yaml(recipe) if recipe else {}), **flags, **{"run": str(folder)}})
     before = Config(**saved)
+    if is_table(config.data):  # the same prompts as before are no other data
+        config = dataclasses.replace(config, data=str(encoded_data(config, folder)[0]))
     for name, spec in KNOBS.items():
         if spec.metadata["fixed"] and getattr(config, name) != getattr(before, name):
             raise ConfigError(
@@ -79,6 +83,17 @@ def resolve_training(recipe: str | None, flags: dict[str, Any]) -> tuple[Config,
                 "change when a run is resumed"
             )
     return config, folder
+
+
+def encoded_data(config: Config, folder: Path | None) -> tuple[Path, list[str], Path]:
+    """Of ``data`` that is a table of prompts: where the dataset of its conditioning goes, next to the run; the prompts.
+
+    Raises:
+        ConfigError: the table cannot be read.
+    """
+    prompts = [prompt for prompt, _ in read_rows(str(config.data_dir), "prompt")]
+    parent = folder.parent if folder else RUNS
+    return encoded_folder(parent, config.teacher, prompts, config.negative_prompt, None), prompts, parent
 
 
 def new_run_name(recipe: str | None) -> Path:

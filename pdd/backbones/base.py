@@ -62,6 +62,7 @@ class Backbone:
     heads: dict[str, Head]  # modality -> head; its order is the order of modalities everywhere
     columns: tuple[str, ...]  # conditioning columns, each one an argument of the transformer
     frame_rate = 0.0  # frames per second of a family's videos
+    picture_mode = "RGB"  # channels of the pictures and frames that its autoencoder takes
     blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
     batched = True  # does the transformer take several samples? else each has a forward of its own
     batched_guidance = True  # may conditional and unconditional samples share one forward?
@@ -182,6 +183,26 @@ class Backbone:
         """
         raise NotImplementedError
 
+    def encode_media(self, vaes: Mapping[str, Any], media: State) -> State:
+        """Latents of real media, modality -> ``[B, ...]``, as the stock pipeline has them before it scales back and decodes.
+
+        Args:
+            vaes: component -> autoencoder; ``vae``, ``audio_vae``.
+            media: modality -> ``[B, ...]`` of this size: pictures ``[B, C, H, W]`` and videos ``[B, C, F, H, W]`` in [-1, 1],
+                sound ``[B, 2, S]`` in [-1, 1] of any length.
+        """
+        vae = vaes["vae"]
+        return {"image": (mode(vae, media["image"]) - vae.config.shift_factor) * vae.config.scaling_factor}
+
+    def tokens(self) -> dict[str, int]:
+        """Modality -> tokens that one sample of this size is to the transformer."""
+        shapes = self.latent_shapes()
+        return {m: math.prod(shapes[m][1:]) // head.patch for m, head in self.heads.items()}
+
+    def at(self, size: Size) -> Backbone:
+        """The same checkpoint for another size."""
+        return type(self)(self.configs, size)
+
     def pipeline_arguments(self) -> dict[str, Any]:
         """Arguments of the stock pipeline that sample a student: no guidance, this size."""
         size = {name: value for name, value in vars(self.size).items() if value is not None}
@@ -254,3 +275,16 @@ def patch_norm(latents: Tensor, patch: tuple[int, ...]) -> Tensor:
     for axis, size in enumerate(patch):
         sums = sums.repeat_interleave(size, axis + 2)
     return sums.sqrt()
+
+
+def mode(vae: Any, pixels: Tensor) -> Tensor:
+    """The most likely latents, in float32: one dataset for all epochs has no use for a draw."""
+    return vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float()
+
+
+def standardized(vae: Any, pixels: Tensor) -> Tensor:
+    """:func:`mode` of ``[B, C, F, H, W]`` by the mean and deviation of every channel that the autoencoder records."""
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return (mode(vae, pixels).cpu() - mean) / std

@@ -57,6 +57,9 @@ class Packed(Backbone):
         mu = start + (end - start) / (high - low) * (height * width / self.patch**2 - low)
         return {"image": mu if self.scheduler.get("time_shift_type") == "linear" else math.exp(mu)}
 
+    def tokens(self) -> dict[str, int]:
+        return {m: count // self.patch**2 for m, count in super().tokens().items()}
+
     def pack(self, latents: Tensor) -> Tensor:
         """``[B, C, H, W]`` -> tokens ``[B, H/p * W/p, C * p * p]``."""
         return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=self.patch, q=self.patch)

@@ -6,13 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32
+from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, mode
 
 FRAME_RATE = 24.0  # LTX2Pipeline's; it sets the positions in time and the length of the sound
+WINDOW = 1024  # samples of the sound's spectrogram
 
 
 class LTX2(Backbone):
@@ -75,6 +78,19 @@ class LTX2(Backbone):
         mu = start + (end - start) / (high - low) * (math.prod(self.latent_shapes()["video"][1:]) - low)
         return dict.fromkeys(self.heads, mu if given("time_shift_type") == "linear" else math.exp(mu))
 
+    def tokens(self) -> dict[str, int]:
+        # a token of sound holds all mel bins of its latent frame
+        return super().tokens() | {"audio": self.latent_shapes()["audio"][1]}
+
+    def encode_media(self, vaes: Mapping[str, Any], media: State) -> State:
+        vae, audio_vae = vaes["vae"], vaes["audio_vae"]
+        mean, std = (x.view(1, -1, 1, 1, 1).float() for x in (vae.latents_mean, vae.latents_std))
+        video = (mode(vae, media["video"]) - mean) * vae.config.scaling_factor / std
+        _, length, bins = self.latent_shapes()["audio"]
+        latents = rearrange(mode(audio_vae, log_mel(media["audio"], audio_vae, length)), "b c l m -> b l (c m)")
+        audio = (latents - audio_vae.latents_mean.float()) / audio_vae.latents_std.float()
+        return {"video": video, "audio": rearrange(audio, "b l (c m) -> b c l m", m=bins)}
+
     def forward(
         self,
         transformer: nn.Module,
@@ -136,6 +152,27 @@ class LTX2(Backbone):
             pipe.connectors = Connected(self.widths)
         # it takes latents for the VAEs' and would normalise them; what a student starts from is noise
         pipe._normalize_latents = pipe._normalize_audio_latents = lambda latents, *_: latents
+
+
+def log_mel(sound: Tensor, audio_vae: Any, length: int) -> Tensor:
+    """The spectrogram ``[B, C, T, M]`` that the audio autoencoder takes, of sound ``[B, C, S]`` at its sample rate.
+
+    Magnitudes in Slaney's mel bins, as the LTX-2 release makes them: windows of 1024 samples, logarithm above 1e-5. Sound
+    is cut, or filled with silence, to what becomes ``length`` latent frames.
+    """
+    config = audio_vae.config
+    rate, hop, bins = config.sample_rate, config.mel_hop_length, config.mel_bins
+    samples = (length * audio_vae.temporal_compression_ratio - 1) * hop  # a spectrogram has a frame more than hops
+    sound = nn.functional.pad(sound[..., :samples], (0, max(samples - sound.shape[-1], 0)))
+    filters = mel_filter_bank(WINDOW // 2 + 1, bins, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")
+    mels = [
+        spectrogram(
+            channel, window_function(WINDOW, "hann"), WINDOW, hop, power=1.0, mel_filters=filters, mel_floor=1e-5,
+            log_mel="log",
+        )
+        for channel in sound.flatten(0, 1).numpy()
+    ]  # fmt: skip
+    return rearrange(torch.from_numpy(np.stack(mels)), "(b c) m t -> b c t m", b=len(sound))
 
 
 class Connected:

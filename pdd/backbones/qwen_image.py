@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pdd.backbones.base import Size, State
+from pdd.backbones.base import Size, State, standardized
 from pdd.backbones.flux import Packed, unrounded
 
 # configurations of its kin that need inputs of their own: layered, editing and guidance-distilled ones
@@ -32,6 +32,9 @@ class QwenImage(Packed):
     @property
     def scale(self) -> int:
         return 2 ** len(self.configs["vae"]["temperal_downsample"]) if "vae" in self.configs else 8
+
+    def encode_media(self, vaes: Mapping[str, Any], media: State) -> State:
+        return {"image": standardized(vaes["vae"], media["image"][:, :, None])[:, :, 0]}
 
     def forward(
         self,

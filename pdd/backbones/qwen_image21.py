@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pdd.backbones.base import State
+from pdd.backbones.base import State, standardized
 from pdd.backbones.flux import Packed, unrounded
 from pdd.backbones.qwen_image import without_padding
 
@@ -23,6 +24,13 @@ class QwenImage21(Packed):
     patch, default_latents, scale = 1, 64, 16
     no_guidance = {"true_cfg_scale": 1.0}
     batched_guidance = False
+
+    @property
+    def picture_mode(self) -> str:
+        return {3: "RGB", 4: "RGBA"}[self.configs.get("vae", {}).get("in_channels", 4)]
+
+    def encode_media(self, vaes: Mapping[str, Any], media: State) -> State:
+        return {"image": standardized(vaes["vae"], media["image"][:, :, None])[:, :, 0]}
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import EXPERTS, Backbone, Head, Size, State, at_least_float32, patch_norm
+from pdd.backbones.base import EXPERTS, Backbone, Head, Size, State, at_least_float32, patch_norm, standardized
 
 
 class Wan(Backbone):
@@ -75,6 +75,9 @@ class Wan(Backbone):
             "guidance_scale_2": guidance["low"],
             "negative_prompt_embeds": uncond["prompt_embeds"],
         }
+
+    def encode_media(self, vaes: Mapping[str, Any], media: State) -> State:
+        return {"video": standardized(vaes["vae"], media["video"])}
 
     def forward(
         self,
