@@ -6,7 +6,8 @@
 
 --prompts is a .txt (a line each), .jsonl, .csv or .parquet file, or a folder or name that ``datasets`` loads. The negative
 and the empty prompt are added as rows of their own. An interrupted run goes on where it stopped; the dataset appears whole
-or not at all. Beside it, pdd_encoding.json records what encoded it: training refuses one made by other text encoders.
+or not at all. Beside it, pdd_encoding.json records the encoders, their revision, the padding and the precision: training
+refuses a dataset made by other encoders.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def encode(args) -> None:
     from pdd.formats import text_pipeline
     from pdd.run import write_json
 
-    teacher, out = model_folder(args.teacher, "text_encoder*/*", "tokenizer*/*"), Path(args.out)
+    out = Path(args.out)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     for name in ("batch", "part"):
         if getattr(args, name) < 1:
@@ -101,7 +102,9 @@ def encode(args) -> None:
     if out.exists():
         raise ConfigError(f"out {args.out!r} exists; allowed is a new folder")
     try:
-        backbone = read_backbone(teacher)
+        backbone = read_backbone(model_folder(args.teacher))
+        length = backbone.max_sequence_length if args.max_sequence_length is None else args.max_sequence_length
+        backbone.check_prompt_length(length)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if type(backbone).encode_prompts is Backbone.encode_prompts:
@@ -110,14 +113,16 @@ def encode(args) -> None:
             f"needs the columns prompt, {', '.join(backbone.columns)}"
         )
     prompts = list(dict.fromkeys(["", args.negative_prompt])) + read_prompts(args.prompts, args.column)
+    teacher = model_folder(args.teacher, *(f"{name}*/*" for name in backbone.encoders))
     facts = {
         "teacher": args.teacher,
-        "text_encoders": encoder_fingerprint(teacher),
-        "max_sequence_length": args.max_sequence_length,
+        "revision": teacher.name if teacher.parent.name == "snapshots" else None,  # a hub's commit
+        "encoders": encoder_fingerprint(teacher, backbone.encoders),
+        "padding": {"max_sequence_length": length, "side": backbone.padding_side},
         "dtype": args.dtype,
         "negative_prompt": args.negative_prompt,
     }
-    if not facts["text_encoders"]:
+    if not facts["encoders"]:
         raise ConfigError(f"teacher {args.teacher!r} has no text encoders; allowed is a folder with text_encoder/")
     if world > 1:
         dist.init_process_group("gloo")
@@ -141,15 +146,20 @@ def encode(args) -> None:
             str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
         )
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-        pipe = text_pipeline(teacher, dtype, device)
+        pipe = text_pipeline(teacher, backbone.encoders, dtype, device)
         for start in tqdm(mine, disable=rank != 0, unit="part"):
             chunk, columns = prompts[start : start + args.part], []
             for i in range(0, len(chunk), args.batch):
-                with torch.no_grad():
-                    columns.append(backbone.encode_prompts(pipe, chunk[i : i + args.batch], args.max_sequence_length))
-            tensors = {c: torch.cat([part[c] for part in columns]).float().cpu() for c in backbone.columns}
-            kinds = {1: lambda s: List(Value("float32")), 2: lambda s: Array2D(s, "float32")}
-            features = {c: kinds[t.ndim - 1](tuple(t.shape[1:])) for c, t in tensors.items()}
+                try:
+                    with torch.no_grad():
+                        columns.append(backbone.encode_prompts(pipe, chunk[i : i + args.batch], length))
+                except ValueError as error:
+                    raise ConfigError(" ".join(str(error).split())) from None
+            tensors = {c: torch.cat([part[c] for part in columns]).cpu() for c in backbone.columns}
+            # masks stay integers: transformers want them so, and families read lengths from them
+            tensors = {c: t.float() if t.is_floating_point() else t.long() for c, t in tensors.items()}
+            kinds = {1: lambda s, d: List(Value(d)), 2: Array2D}
+            features = {c: kinds[t.ndim - 1](tuple(t.shape[1:]), str(t.numpy().dtype)) for c, t in tensors.items()}
             rows = {"prompt": chunk, **{c: list(t.numpy()) for c, t in tensors.items()}}
             dataset = Dataset.from_dict(rows, features=Features({"prompt": Value("string"), **features}))
             unfinished = parts / f"{start:09d}.tmp"

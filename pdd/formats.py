@@ -48,12 +48,10 @@ def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transfo
     return transformer
 
 
-def text_pipeline(folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """The pipeline of a folder with its tokenizers and text encoders only."""
+def text_pipeline(folder: Path, encoders: tuple[str, ...], dtype: torch.dtype, device: str) -> Any:
+    """The pipeline of a folder with its ``encoders`` only, see :class:`Backbone`."""
     index = read_json(folder / "model_index.json")
-    parts = {
-        n: None for n, v in index.items() if isinstance(v, list) and (v[0] is None or not n.startswith(("text", "tok")))
-    }
+    parts = {n: None for n, v in index.items() if isinstance(v, list) and (v[0] is None or not n.startswith(encoders))}
     return getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype, **parts).to(device)
 
 

@@ -19,7 +19,7 @@ from pdd.student import FusedStudent
 TEXT = ("text_encoder", "tokenizer", "image_encoder", "feature_extractor", "connectors")  # by the start of their names
 
 # of a pipeline on a hub; the transformer is the student's own
-BUT_TEXT = ("vae/*", "audio_vae/*", "vocoder/*")
+BUT_TEXT = ("vae/*", "audio_vae/*", "vocoder/*", "processor/*")  # Qwen-Image 2.1's does not start without a processor
 EVERYTHING = (*BUT_TEXT, "text_encoder*/*", "tokenizer*/*", "connectors/*", "image_encoder/*", "feature_extractor/*")
 
 

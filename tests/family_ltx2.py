@@ -26,7 +26,7 @@ VERSIONS = {
 }  # fmt: skip
 
 
-def build(folder: Path, version: str = "2.3") -> None:
+def build(folder: Path, version: str = "2.3", registers: int | None = None) -> None:
     """Save the pipeline as Diffusers does; its text encoder is left out."""
     torch.manual_seed(0)
     transformer = LTX2VideoTransformer3DModel(
@@ -48,9 +48,9 @@ def build(folder: Path, version: str = "2.3") -> None:
     connectors = LTX2TextConnectors(
         caption_channels=10, text_proj_in_factor=2, video_connector_num_attention_heads=2,
         video_connector_attention_head_dim=VIDEO // 2, video_connector_num_layers=1,
-        video_connector_num_learnable_registers=None, audio_connector_num_attention_heads=2,
+        video_connector_num_learnable_registers=registers, audio_connector_num_attention_heads=2,
         audio_connector_attention_head_dim=AUDIO // 2, audio_connector_num_layers=1,
-        audio_connector_num_learnable_registers=None, per_modality_projections=True, video_hidden_dim=VIDEO,
+        audio_connector_num_learnable_registers=registers, per_modality_projections=True, video_hidden_dim=VIDEO,
         audio_hidden_dim=AUDIO,
     )  # fmt: skip
     vocoder = LTX2Vocoder(in_channels=32, hidden_channels=32)

@@ -57,6 +57,9 @@ class Backbone:
 
     heads: dict[str, Head]  # modality -> head; its order is the order of modalities everywhere
     columns: tuple[str, ...]  # conditioning columns, each one an argument of the transformer
+    encoders: tuple[str, ...] = ("text_encoder", "tokenizer")  # what encodes prompts, by the start of components' names
+    max_sequence_length = 512  # tokens of an encoded prompt, where the pipeline is called without saying
+    padding_side = "right"  # of encoded prompts
     frame_rate = 0.0  # frames per second of a family's videos
     blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
     batched_guidance = True  # may conditional and unconditional samples share one forward?
@@ -130,12 +133,24 @@ class Backbone:
         """Modality -> norm of every token of a velocity ``[B, ...]``, broadcastable to it."""
         raise NotImplementedError
 
-    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int | None) -> dict[str, Tensor]:
+    def check_prompt_length(self, tokens: int) -> None:
+        """Refuse a ``max_sequence_length`` that prompts cannot be padded to.
+
+        Raises:
+            ValueError: one line.
+        """
+        if tokens < 1:
+            raise ValueError(f"max_sequence_length is {tokens}; allowed is 1 or more")
+
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         """Conditioning columns ``[B, ...]`` of prompts, by the stock pipeline's own text encoders.
 
         Args:
-            pipe: the family's pipeline, of which only tokenizers and text encoders are there.
-            max_sequence_length: tokens; None is the pipeline's default.
+            pipe: the family's pipeline, of which only ``encoders`` are there.
+            max_sequence_length: tokens that every prompt is padded to.
+
+        Raises:
+            ValueError: a prompt is longer, and the stock pipeline would not cut it; one line.
         """
         raise NotImplementedError
 

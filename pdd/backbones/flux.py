@@ -109,9 +109,10 @@ class Flux(Packed):
     def scale(self) -> int:
         return 2 ** (len(self.configs["vae"]["block_out_channels"]) - 1) if "vae" in self.configs else 8
 
-    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int | None) -> dict[str, Tensor]:
-        length = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
-        embeds, pooled, _ = pipe.encode_prompt(prompts, None, device=pipe.device, **length)
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        embeds, pooled, _ = pipe.encode_prompt(
+            prompts, None, device=pipe.device, max_sequence_length=max_sequence_length
+        )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def check_guidance(self, scale: float) -> None:

@@ -24,6 +24,8 @@ class LTX2(Backbone):
     guidance are not the teacher's.
     """
 
+    encoders = ("text_encoder", "tokenizer", "connectors")
+    max_sequence_length, padding_side = 1024, "left"
     frame_rate = FRAME_RATE
     heads = {"video": Head("proj_out"), "audio": Head("audio_proj_out")}
     columns = ("prompt_embeds", "prompt_attention_mask")
@@ -74,6 +76,20 @@ class LTX2(Backbone):
         start, end = given("base_shift", 0.95), given("max_shift", 2.05)
         mu = start + (end - start) / (high - low) * (math.prod(self.latent_shapes()["video"][1:]) - low)
         return dict.fromkeys(self.heads, mu if given("time_shift_type") == "linear" else math.exp(mu))
+
+    def check_prompt_length(self, tokens: int) -> None:
+        super().check_prompt_length(tokens)
+        for modality in ("video", "audio"):  # learned registers stand in the place of padding, all of them
+            registers = self.configs.get("connectors", {}).get(f"{modality}_connector_num_learnable_registers")
+            if registers and tokens % registers:
+                raise ValueError(f"max_sequence_length is {tokens}; allowed are multiples of {registers}")
+
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        states, mask, _, _ = pipe.encode_prompt(
+            prompts, None, False, max_sequence_length=max_sequence_length, device=pipe.device
+        )
+        video, audio, mask = pipe.connectors(states, mask, padding_side=pipe.tokenizer.padding_side)
+        return {"prompt_embeds": torch.cat([video, audio], -1), "prompt_attention_mask": mask}
 
     def forward(
         self,

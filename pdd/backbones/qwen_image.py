@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pdd.backbones.base import Size, State
@@ -33,6 +34,10 @@ class QwenImage(Packed):
     def scale(self) -> int:
         return 2 ** len(self.configs["vae"]["temperal_downsample"]) if "vae" in self.configs else 8
 
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        embeds, mask = pipe.encode_prompt(prompts, device=pipe.device, max_sequence_length=max_sequence_length)
+        return padded(embeds, mask, max_sequence_length)
+
     def forward(
         self,
         transformer: nn.Module,
@@ -54,6 +59,16 @@ class QwenImage(Packed):
                 return_dict=False,
             )[0]  # [B, T, D * 4C]
         return {"image": self.unpack(out, directions["image"], image.shape[2])}
+
+
+def padded(embeds: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
+    """Columns of texts ``[B, L, E]`` padded to ``[B, length, E]``; no mask is a mask of ones."""
+    mask = embeds.new_ones(embeds.shape[:2], dtype=torch.long) if mask is None else mask
+    more = length - embeds.shape[1]
+    return {
+        "prompt_embeds": nn.functional.pad(embeds, (0, 0, 0, more)),
+        "prompt_embeds_mask": nn.functional.pad(mask, (0, more)),
+    }
 
 
 def without_padding(embeds: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pdd.backbones.base import State
 from pdd.backbones.flux import Packed, unrounded
-from pdd.backbones.qwen_image import without_padding
+from pdd.backbones.qwen_image import padded, without_padding
 
 
 class QwenImage21(Packed):
@@ -17,12 +17,25 @@ class QwenImage21(Packed):
 
     The text's length places the picture on the frame axis, padding included. So text is cut to the longest of the
     batch, as its pipeline encodes it, and the two samples of a guided velocity, whose texts differ, share no forward.
+    In a batch of texts of several lengths the shorter ones are placed as its pipeline places them in that batch, which
+    is not where it places them alone: a micro-batch of 1 avoids that.
     """
 
+    encoders = ("text_encoder", "processor")
+    max_sequence_length = 1024  # its pipeline takes text of any length
     columns = ("prompt_embeds", "prompt_embeds_mask")
     patch, default_latents, scale = 1, 64, 16
     no_guidance = {"true_cfg_scale": 1.0}
     batched_guidance = False
+
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        embeds, mask, _ = pipe.encode_prompt(prompts, device=pipe.device)
+        if embeds.shape[1] > max_sequence_length:
+            raise ValueError(
+                f"max_sequence_length is {max_sequence_length}; allowed is at least {embeds.shape[1]}, the length of one of "
+                f"the prompts from {prompts[0]!r} on, which this pipeline does not cut"
+            )
+        return padded(embeds, mask, max_sequence_length)
 
     def forward(
         self,
