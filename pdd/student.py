@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from pdd.backbones import Backbone
-from pdd.backbones.base import State
+from pdd.backbones.base import Perturbation, State
 from pdd.grid import Grid, Plan
 from pdd.heads import ParallelHead
 
@@ -32,37 +33,22 @@ class Velocity(nn.Module):
         sigma: dict[str, Tensor],
         cond: dict[str, Tensor],
         plans: Mapping[str, Plan] | None = None,
-        skip: tuple[int, Tensor] | None = None,
+        perturbations: Sequence[tuple[Perturbation, Tensor]] = (),
     ) -> State:
         """Velocities ``[B, D, ...]`` per modality: the plans' directions, or D = 1 of a base transformer.
 
         Args:
-            skip: (number of a transformer block, bool ``[B]``): the samples that pass by that block.
+            perturbations: what samples lack, and which ones, bool ``[B]``.
         """
-        if skip is not None:
-            return self._skipping(state, sigma, cond, *skip)
         directions = dict.fromkeys(self.backbone.modalities, 1)
         if plans is not None:
             for name, head in self.backbone.heads.items():
                 self.transformer.get_submodule(head.module).plan = plans[name]
                 directions[name] = plans[name].num_directions
-        return self.backbone.forward(self.transformer, state, sigma, cond, directions)
-
-    def _skipping(
-        self, state: State, sigma: dict[str, Tensor], cond: dict[str, Tensor], layer: int, past: Tensor
-    ) -> State:
-        """The block still runs, for all samples: ZeRO-3 gathers what it expects, and one batch serves both kinds."""
-
-        def keep_input(block: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> Tensor:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            return torch.where(past.to(out.device).view(-1, *[1] * (out.ndim - 1)), hidden.to(out.dtype), out)
-
-        block = self.transformer.get_submodule(f"{self.backbone.blocks}.{layer}")
-        handle = block.register_forward_hook(keep_input, with_kwargs=True)
-        try:
-            return self.forward(state, sigma, cond)
-        finally:
-            handle.remove()
+        with ExitStack() as stack:
+            for perturbation, samples in perturbations:
+                stack.enter_context(perturbation(self.transformer, samples))
+            return self.backbone.forward(self.transformer, state, sigma, cond, directions)
 
 
 def widen(transformer: nn.Module, backbone: Backbone, pdd_steps: int) -> nn.Module:

@@ -110,7 +110,7 @@ def stock(
         cond, uncond: conditional and unconditional columns.
         guidance: its guidance scale, of both modalities.
         connectors: in the place of :class:`Split`.
-        more: arguments of the pipeline.
+        more: arguments of the pipeline, such as further kinds of guidance.
     """
     pipe = LTX2Pipeline.from_pretrained(folder, **dict.fromkeys(ABSENT))
     pipe.connectors = connectors or Split()
@@ -127,11 +127,10 @@ def stock(
     if sigmas["audio"] != sigmas["video"]:
         pipe.transformer.register_forward_pre_hook(audio_time, with_kwargs=True)
     negative = {f"negative_{name}": value for name, value in (uncond or {}).items()}
-    plain = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
-    plain |= {f"audio_{name}": value for name, value in plain.items()}
+    scales = {"guidance_scale": guidance, "stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
+    scales |= {f"audio_{name}": value for name, value in scales.items()}
     out = pipe(
-        **cond, **negative, **plain, latents=state["video"], audio_latents=state["audio"], **vars(SIZE),
-        num_inference_steps=len(sigmas["video"]), guidance_scale=guidance, audio_guidance_scale=guidance,
-        output_type="latent", **more,
+        **cond, **negative, **scales | more, latents=state["video"], audio_latents=state["audio"], **vars(SIZE),
+        num_inference_steps=len(sigmas["video"]), output_type="latent",
     )  # fmt: skip
     return {"video": out.frames, "audio": out.audio}

@@ -9,7 +9,7 @@ from conftest import REPO, lines, student_weights
 from datasets import Dataset
 
 from pdd.backbones import REGISTRY, Size, read_backbone
-from pdd.config import Config
+from pdd.config import Config, Guidance
 from pdd.formats import contract, load_transformer, save_student
 from pdd.grid import Grid, partition
 from pdd.pipeline import load_student
@@ -66,7 +66,7 @@ def test_the_guided_teacher_walks_as_the_stock_pipeline(family):
     module, folder, backbone = family
     if getattr(module, "NO_GUIDANCE", False):
         with pytest.raises(ValueError, match="teacher_guidance_scale"):
-            backbone.check_guidance(3.0)
+            backbone.weaker(Guidance(3.0))
         return
     grid, state, cond = setting(family)
     uncond = module.conditioning(1, 9)
@@ -74,7 +74,7 @@ def test_the_guided_teacher_walks_as_the_stock_pipeline(family):
     policy = Unconditional(dict.fromkeys(backbone.columns, "empty_prompt"), rows)
     model = Velocity(load_transformer(folder, torch.float32), backbone).eval()
     rescale = getattr(module, "RESCALED", False)  # pipelines that always rescale the guided velocity
-    teacher = Teacher(model, backbone, grid, 3.0, policy, rescale)
+    teacher = Teacher(model, backbone, grid, Guidance(3.0, guidance_rescale=rescale), policy)
     ours = endpoint(teacher.block(cond), state, grid, list(range(N + 1)))
     sigmas = {m: s[:-1].tolist() for m, s in grid.sigma.items()}
     expanded = {c: v.expand(len(cond[c]), *v.shape[1:]) for c, v in uncond.items()}

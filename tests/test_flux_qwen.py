@@ -15,7 +15,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from safetensors.torch import load_file
 
 from pdd.backbones import Size, backbone_for, read_backbone
-from pdd.config import Config
+from pdd.config import Config, Guidance
 from pdd.formats import contract, load_transformer, save_student
 from pdd.grid import Grid
 from pdd.pipeline import load_student
@@ -150,13 +150,13 @@ def test_kin_that_needs_more_than_text_is_refused(name, changes):
 def test_a_flux_without_embedded_guidance_is_guided_as_its_pipeline_does(tmp_path):
     family_flux.build(tmp_path, guidance_embeds=False)
     backbone = read_backbone(tmp_path, family_flux.SIZE)
-    backbone.check_guidance(3.0)
     grid = Grid(6, {"image": 3.0})
     noise = torch.randn(2, *backbone.latent_shapes()["image"], generator=torch.Generator().manual_seed(0))
     state = initial({"image": noise}, grid)
     cond, row = family_flux.conditioning(2, 1), family_flux.conditioning(1, 9)
     policy = Unconditional(dict.fromkeys(backbone.columns, "empty_prompt"), {"empty_prompt": row})
-    teacher = Teacher(Velocity(load_transformer(tmp_path, torch.float32), backbone).eval(), backbone, grid, 3.0, policy)
+    model = Velocity(load_transformer(tmp_path, torch.float32), backbone).eval()
+    teacher = Teacher(model, backbone, grid, Guidance(3.0), policy)
     ours = endpoint(teacher.block(cond), state, grid, list(range(7)))["image"]
     sigmas = {"image": grid.sigma["image"][:-1].tolist()}
     uncond = {c: v.expand(2, *v.shape[1:]) for c, v in row.items()}

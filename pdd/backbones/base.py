@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from pdd.config import Guidance
 
 State = dict[str, Tensor]  # modality -> [B, ...]
+# (transformer, bool [B]) -> a context in which those samples go through a transformer that lacks something. Every module
+# runs all the same, for all samples: one batch serves several kinds, and ZeRO-3 gathers what it expects
+Perturbation = Callable[[nn.Module, Tensor], AbstractContextManager]
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,21 @@ class Size:
     num_frames: int | None = None
 
 
+@dataclass(frozen=True)
+class Weaker:
+    """A further prediction of the teacher, which guidance moves away from: ``v + weight (v - weaker v)``.
+
+    Attributes:
+        weight: modality -> weight.
+        unconditional: does it see the unconditional condition?
+        perturbation: what its transformer lacks.
+    """
+
+    weight: dict[str, float]
+    unconditional: bool = False
+    perturbation: Perturbation | None = None
+
+
 class Backbone:
     """Base of the families: layout, time direction, velocity sign and conditioning of one Diffusers transformer.
 
@@ -61,7 +84,6 @@ class Backbone:
     max_sequence_length = 512  # tokens of an encoded prompt, where the pipeline is called without saying
     padding_side = "right"  # of encoded prompts
     frame_rate = 0.0  # frames per second of a family's videos
-    blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
     batched_guidance = True  # may conditional and unconditional samples share one forward?
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
@@ -81,27 +103,37 @@ class Backbone:
         """Modality -> time shift of the checkpoint's own scheduler."""
         return dict.fromkeys(self.heads, float(self.scheduler.get("shift") or 1.0))
 
-    def check_guidance(self, scale: float) -> None:
-        """Refuse what a teacher of this family cannot do.
+    def per_modality(self, value: float | Mapping[str, float], default: float) -> dict[str, float]:
+        """Modality -> number, of a knob that is one number or names modalities."""
+        named = value if isinstance(value, Mapping) else dict.fromkeys(self.heads, value)
+        return {m: float(named.get(m, default)) for m in self.heads}
+
+    def weaker(self, knobs: Guidance) -> list[Weaker]:
+        """The further predictions that a teacher guided like this needs, the unconditional one first.
 
         Raises:
-            ValueError: one line; a guidance-distilled model with a scale other than 1, for example.
+            ValueError: this family cannot do what a knob asks for; one line that names the knob.
         """
+        found = []
+        for scale, none in (("teacher_guidance_scale", 1.0), ("stg_scale", 0.0), ("modality_scale", 1.0)):
+            weight = {m: s - none for m, s in self.per_modality(getattr(knobs, scale), none).items()}
+            guided, unconditional = any(weight.values()), scale == "teacher_guidance_scale"
+            knob = "uncond_skip_layer" if unconditional else scale
+            lacks = knobs.uncond_skip_layer is not None if unconditional else guided
+            perturbation = self.perturbation(knob, knobs) if lacks else None
+            if guided:
+                found.append(Weaker(weight, unconditional, perturbation))
+        return found
 
-    def check_skip(self, layer: int | None) -> None:
-        """Refuse an ``uncond_skip_layer`` that is not a block of this transformer.
+    def perturbation(self, knob: str, knobs: Guidance) -> Perturbation:
+        """What a prediction lacks that ``uncond_skip_layer``, ``stg_scale`` or ``modality_scale`` asks for.
 
         Raises:
-            ValueError: one line.
+            ValueError: nothing in this family, or not with these knobs.
         """
-        if layer is None:
-            return
-        if self.blocks is None:
-            raise ValueError(
-                f"uncond_skip_layer is {layer}; allowed is none, {type(self).__name__} cannot skip a block"
-            )
-        if not 0 <= layer < self.config["num_layers"]:
-            raise ValueError(f"uncond_skip_layer is {layer}; allowed are 0 to {self.config['num_layers'] - 1}")
+        raise ValueError(
+            f"{knob} is {getattr(knobs, knob)}; allowed is not to give it, {type(self).__name__} has no such guidance"
+        )
 
     def latent_shapes(self) -> dict[str, tuple[int, ...]]:
         """Modality -> shape of one sample's latents when no data says it."""
@@ -178,6 +210,16 @@ class Backbone:
     def to_images(self, latents: State) -> Tensor:
         """Pictures ``[B, C, H, W]`` in [-1, 1] straight from latents, for previews without a decoder."""
         raise NotImplementedError
+
+
+@contextmanager
+def hooks(*handles: RemovableHandle) -> Iterator[None]:
+    """Inside, these hooks are there."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

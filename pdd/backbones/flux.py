@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm
+from pdd.backbones.base import Backbone, Head, Size, State, Weaker, at_least_float32, hooks, patch_norm
+
+if TYPE_CHECKING:
+    from pdd.config import Guidance
 
 # what FluxPipeline embeds unless told otherwise; the student learns the teacher under it
 EMBEDDED_GUIDANCE = 3.5
@@ -115,12 +118,14 @@ class Flux(Packed):
         )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
-    def check_guidance(self, scale: float) -> None:
-        if self.config.get("guidance_embeds") and scale != 1:
+    def weaker(self, knobs: Guidance) -> list[Weaker]:
+        found = super().weaker(knobs)
+        if self.config.get("guidance_embeds") and found:
             raise ValueError(
-                f"teacher_guidance_scale is {scale}; allowed is 1, this Flux is guidance-distilled (it embeds "
-                f"{EMBEDDED_GUIDANCE})"
+                f"teacher_guidance_scale is {knobs.teacher_guidance_scale}; allowed is 1, this Flux is guidance-distilled "
+                f"(it embeds {EMBEDDED_GUIDANCE})"
             )
+        return found
 
     def forward(
         self,
@@ -150,15 +155,10 @@ class Flux(Packed):
         return {"image": self.unpack(out, directions["image"], image.shape[2])}
 
 
-@contextmanager
-def unrounded(embedding: nn.Module, *times: Tensor) -> Iterator[None]:
+def unrounded(embedding: nn.Module, *times: Tensor) -> AbstractContextManager:
     """Inside, ``embedding`` reads ``times`` as its first arguments, whatever the transformer makes of them.
 
     These transformers cast time to their own dtype before it is embedded. In bfloat16 that is steps of 0.004 near 1, as
     wide as an interval of a fine grid; the sines and cosines made from float32 lose nothing that matters.
     """
-    handle = embedding.register_forward_pre_hook(lambda module, args: (*times, *args[len(times) :]))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return hooks(embedding.register_forward_pre_hook(lambda module, args: (*times, *args[len(times) :])))

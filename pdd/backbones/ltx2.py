@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32
+from pdd.backbones.base import Backbone, Head, Perturbation, Size, State, at_least_float32, hooks
+
+if TYPE_CHECKING:
+    from pdd.config import Guidance
 
 FRAME_RATE = 24.0  # LTX2Pipeline's; it sets the positions in time and the length of the sound
 
@@ -20,8 +25,9 @@ class LTX2(Backbone):
 
     A dataset's ``prompt_embeds`` are what the checkpoint's text connectors return, the video's and the audio's side by
     side ``[B, T, Cv + Ca]``, with the connectors' mask ``[B, T]``: the text encoder's own states, of all its layers,
-    would be many times as large. Guidance is plain and one scale for both modalities; spatio-temporal and cross-modal
-    guidance are not the teacher's.
+    would be many times as large. Guidance has the pipeline's further two kinds: spatio-temporal, away from blocks whose
+    self-attention passes its values on as they are, and cross-modal, away from a video and a sound that know nothing
+    of each other.
     """
 
     encoders = ("text_encoder", "tokenizer", "connectors")
@@ -91,6 +97,19 @@ class LTX2(Backbone):
         video, audio, mask = pipe.connectors(states, mask, padding_side=pipe.tokenizer.padding_side)
         return {"prompt_embeds": torch.cat([video, audio], -1), "prompt_attention_mask": mask}
 
+    def perturbation(self, knob: str, knobs: Guidance) -> Perturbation:
+        if knob == "modality_scale":
+            return isolated
+        if knob != "stg_scale":
+            return super().perturbation(knob, knobs)
+        if not self.config.get("perturbed_attn"):
+            raise ValueError(f"stg_scale is {knobs.stg_scale}; allowed is 0, the transformer has perturbed_attn false")
+        count = self.config["num_layers"]
+        for block in knobs.spatio_temporal_guidance_blocks:
+            if not 0 <= block < count:
+                raise ValueError(f"spatio_temporal_guidance_blocks has {block}; allowed are 0 to {count - 1}")
+        return partial(values_alone, knobs.spatio_temporal_guidance_blocks)
+
     def forward(
         self,
         transformer: nn.Module,
@@ -154,6 +173,29 @@ class LTX2(Backbone):
         # no decoder, and no sound: the first channels of the middle frame show a layout
         video = latents["video"]
         return video[:, : 3 if video.shape[1] >= 3 else 1, video.shape[2] // 2]
+
+
+def isolated(transformer: nn.Module, samples: Tensor) -> AbstractContextManager:
+    """Samples whose modalities do not attend to each other: the pipeline's ``isolate_modalities``."""
+
+    def nothing(attention: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        return out.masked_fill(samples.to(out.device).view(-1, 1, 1), 0)
+
+    return hooks(*(
+        attention.register_forward_hook(nothing)
+        for block in transformer.transformer_blocks for attention in (block.audio_to_video_attn, block.video_to_audio_attn)
+    ))  # fmt: skip
+
+
+def values_alone(blocks: list[int], transformer: nn.Module, samples: Tensor) -> AbstractContextManager:
+    """Samples whose self-attention in these blocks is its values: the pipeline's ``spatio_temporal_guidance_blocks``."""
+
+    def perturb(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        kept = (~samples).to(kwargs["hidden_states"]).view(-1, 1, 1)
+        return args, {**kwargs, "perturbation_mask": kept, "all_perturbed": False}
+
+    chosen = (transformer.transformer_blocks[block] for block in blocks)
+    return hooks(*(block.register_forward_pre_hook(perturb, with_kwargs=True) for block in chosen))
 
 
 class Connected:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm
+from pdd.backbones.base import Backbone, Head, Perturbation, Size, State, at_least_float32, hooks, patch_norm
+
+if TYPE_CHECKING:
+    from pdd.config import Guidance
 
 
 class Wan(Backbone):
@@ -19,7 +24,6 @@ class Wan(Backbone):
     """
 
     columns = ("prompt_embeds",)
-    blocks = "blocks"
     frame_rate = 16.0
     default = {"height": 480, "width": 832, "num_frames": 81}  # WanPipeline's
 
@@ -62,6 +66,21 @@ class Wan(Backbone):
             prompts, None, False, max_sequence_length=max_sequence_length, device=pipe.device
         )
         return {"prompt_embeds": embeds}
+
+    def perturbation(self, knob: str, knobs: Guidance) -> Perturbation:
+        if knob != "uncond_skip_layer":
+            return super().perturbation(knob, knobs)
+        layer, count = knobs.uncond_skip_layer, self.config["num_layers"]
+        if not 0 <= layer < count:
+            raise ValueError(f"uncond_skip_layer is {layer}; allowed are 0 to {count - 1}")
+
+        def skipped(transformer: nn.Module, samples: Tensor) -> AbstractContextManager:
+            def keep_input(block: nn.Module, args: tuple, out: Tensor) -> Tensor:
+                return torch.where(samples.to(out.device).view(-1, 1, 1), args[0].to(out.dtype), out)
+
+            return hooks(transformer.blocks[layer].register_forward_hook(keep_input))
+
+        return skipped
 
     def forward(
         self,
