@@ -60,6 +60,20 @@ class Packed(Backbone):
         mu = start + (end - start) / (high - low) * (height * width / self.patch**2 - low)
         return {"image": mu if self.scheduler.get("time_shift_type") == "linear" else math.exp(mu)}
 
+    def times(self, sigma: Tensor) -> tuple[Tensor, ...]:
+        """What the transformer's time embedding reads first at noise levels ``[B]``; see :func:`unrounded`."""
+        return (sigma,)
+
+    def fit_pipeline(self, pipe: Any) -> None:
+        scheduler, more = pipe.scheduler, len(self.times(torch.zeros(0))[0])  # rows beside the samples' own
+
+        def exact(embedding: nn.Module, args: tuple) -> tuple:
+            sigma = scheduler.sigmas[scheduler.step_index or 0].to(args[0].device)
+            times = self.times(sigma.expand(len(args[0]) - more))
+            return (*times, *args[len(times) :])
+
+        pipe.transformer.time_text_embed.register_forward_pre_hook(exact)
+
     def pack(self, latents: Tensor) -> Tensor:
         """``[B, C, H, W]`` -> tokens ``[B, H/p * W/p, C * p * p]``."""
         return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=self.patch, q=self.patch)
@@ -127,6 +141,10 @@ class Flux(Packed):
             )
         return found
 
+    def times(self, sigma: Tensor) -> tuple[Tensor, ...]:
+        guidance = [torch.full_like(sigma, EMBEDDED_GUIDANCE)] if self.config.get("guidance_embeds") else []
+        return tuple(1000 * time for time in (sigma, *guidance))
+
     def forward(
         self,
         transformer: nn.Module,
@@ -140,8 +158,7 @@ class Flux(Packed):
         rows, columns = torch.meshgrid(*(torch.arange(n, device=image.device) for n in (height, width)), indexing="ij")
         img_ids = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)  # [T, 3]
         guidance = torch.full_like(sigma["image"], EMBEDDED_GUIDANCE) if self.config.get("guidance_embeds") else None
-        times = [1000 * t for t in (sigma["image"], guidance) if t is not None]
-        with unrounded(transformer.time_text_embed, *times):
+        with unrounded(transformer.time_text_embed, *self.times(sigma["image"])):
             out = transformer(
                 hidden_states=self.pack(image).to(dtype),
                 timestep=sigma["image"],  # times 1000 inside

@@ -121,7 +121,8 @@ class LTX2(Backbone):
         dtype, video, audio = transformer.proj_out.weight.dtype, state["video"], state["audio"]
         frames, height, width = video.shape[2:]
         video_embeds, audio_embeds = cond["prompt_embeds"].to(dtype).split(self.widths, -1)
-        mask, time = cond["prompt_attention_mask"], {m: s * 1000 for m, s in sigma.items()}
+        mask = cond["prompt_attention_mask"].to(video.device)  # in a dry run masks alone are real
+        time = {m: s * 1000 for m, s in sigma.items()}
         video_out, audio_out = transformer(
             hidden_states=rearrange(video, "b c f h w -> b (f h w) c").to(dtype),
             audio_hidden_states=rearrange(audio, "b c l m -> b l (c m)").to(dtype),

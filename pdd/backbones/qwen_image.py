@@ -49,7 +49,7 @@ class QwenImage(Packed):
         dtype, image = transformer.proj_out.weight.dtype, state["image"]
         embeds, mask = without_padding(cond["prompt_embeds"], cond["prompt_embeds_mask"])
         grid = (1, *(side // self.patch for side in image.shape[2:]))
-        with unrounded(transformer.time_text_embed, sigma["image"]):
+        with unrounded(transformer.time_text_embed, *self.times(sigma["image"])):
             out = transformer(
                 hidden_states=self.pack(image).to(dtype),
                 timestep=sigma["image"],  # times 1000 inside

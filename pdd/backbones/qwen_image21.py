@@ -37,6 +37,11 @@ class QwenImage21(Packed):
             )
         return padded(embeds, mask, max_sequence_length)
 
+    def times(self, sigma: Tensor) -> tuple[Tensor, ...]:
+        # text is modulated from time 0, one more row
+        text = sigma.new_zeros(1 if self.config.get("causal_condition", True) else 0)
+        return (torch.cat([sigma, text]),)
+
     def forward(
         self,
         transformer: nn.Module,
@@ -50,10 +55,7 @@ class QwenImage21(Packed):
         tokens = self.pack(image)  # [B, T, C]
         # which places of the text encoder's sequence are pictures, each such place standing for 2 x 2 tokens
         is_text, is_image = embeds.new_zeros(embeds.shape[:2]), embeds.new_ones(len(image), tokens.shape[1] // 4)
-        time = sigma["image"]
-        if self.config.get("causal_condition", True):
-            time = torch.cat([time, time.new_zeros(1)])  # text is modulated from time 0, one more row
-        with unrounded(transformer.time_text_embed, time):
+        with unrounded(transformer.time_text_embed, *self.times(sigma["image"])):
             out = transformer(
                 hidden_states=tokens.to(dtype),
                 timestep=sigma["image"],  # times 1000 inside
