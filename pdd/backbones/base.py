@@ -84,6 +84,7 @@ class Backbone:
     max_sequence_length = 512  # tokens of an encoded prompt, where the pipeline is called without saying
     padding_side = "right"  # of encoded prompts
     frame_rate = 0.0  # frames per second of a family's videos
+    runs_on_meta = True  # can a forward be dry-run on tensors without values?
     batched_guidance = True  # may conditional and unconditional samples share one forward?
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):

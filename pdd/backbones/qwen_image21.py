@@ -26,7 +26,7 @@ class QwenImage21(Packed):
     columns = ("prompt_embeds", "prompt_embeds_mask")
     patch, default_latents, scale = 1, 64, 16
     no_guidance = {"true_cfg_scale": 1.0}
-    batched_guidance = False
+    batched_guidance = runs_on_meta = False
 
     def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         embeds, mask, _ = pipe.encode_prompt(prompts, device=pipe.device)
