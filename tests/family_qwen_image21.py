@@ -42,7 +42,11 @@ class Words(ProcessorMixin):
 def tokenizer() -> Qwen2Tokenizer:
     """A token a byte, and the markers of Qwen's templates."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}
-    markers = ["<|im_start|>", "<|im_end|>", "<|image_pad|>"]
+    markers = [
+        "<|im_start|>",
+        "<|im_end|>",
+        *(f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")),
+    ]
     return Qwen2Tokenizer(vocab=vocabulary, merges=[], additional_special_tokens=markers)
 
 

@@ -42,7 +42,7 @@ from transformers import (
 
 from pdd.backbones import read_backbone
 from pdd.config import Config, ConfigError
-from pdd.data import Rows, check_encoding
+from pdd.data import Rows, check_encoding, encoder_fingerprint
 
 PIPELINES = {
     "sd3": StableDiffusion3Pipeline, "flux": FluxPipeline, "wan": WanPipeline, "qwen_image": QwenImagePipeline,
@@ -307,6 +307,16 @@ def test_a_dataset_of_other_weights_vocabulary_or_connectors_is_refused(encoded,
         if path.parent.name.startswith(family.encoders):
             path.unlink()
     check_encoding(data, copy, family.encoders)
+
+
+def test_of_large_weights_both_ends_are_hashed(tmp_path):
+    path = tmp_path / "text_encoder" / "model.safetensors"
+    path.parent.mkdir()
+    found = set()
+    for content in (bytes(2**22), b"x" + bytes(2**22 - 1), bytes(2**22 - 1) + b"x", bytes(2**22 + 1)):
+        path.write_bytes(content)
+        found.add(encoder_fingerprint(tmp_path, ("text_encoder",))["text_encoder"]["weights"])
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize("name, length, message", [
