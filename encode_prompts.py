@@ -7,7 +7,8 @@
 
 --prompts is a .txt (a line each), .jsonl, .csv or .parquet file, or a folder or name that ``datasets`` loads. The negative
 and the empty prompt are added as rows of their own. An interrupted run goes on where it stopped; the dataset appears whole
-or not at all. Beside it, pdd_encoding.json records what encoded it: training refuses one made by other text encoders.
+or not at all. Beside it, pdd_encoding.json records the encoders, their revision, the padding and the precision: training
+refuses a dataset made by other encoders.
 
 With --media the files that the columns image, or video and audio, name (relative to the table) go through the checkpoint's
 own autoencoders, for rollout_mode data_latent: resized and cut to the nearest of several aspect ratios of about
@@ -182,15 +183,16 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
     from pdd.formats import load_autoencoders, text_pipeline
     from pdd.run import write_json
 
-    vaes = ("*vae/*",) if args.media else ()
-    teacher, out = model_folder(args.teacher, "text_encoder*/*", "tokenizer*/*", *vaes), Path(args.out)
+    out = Path(args.out)
     for name in ("batch", "part"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
     if out.exists():
         raise ConfigError(f"out {args.out!r} exists; allowed is a new folder")
     try:
-        backbone = read_backbone(teacher)
+        backbone = read_backbone(model_folder(args.teacher))
+        length = backbone.max_sequence_length if args.max_sequence_length is None else args.max_sequence_length
+        backbone.check_prompt_length(length)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if type(backbone).encode_prompts is Backbone.encode_prompts:
@@ -202,17 +204,20 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
     aside = list(dict.fromkeys(["", args.negative_prompt]))  # unconditional rows, without media
     found = rows or read_rows(args.prompts, args.column, backbone.modalities if args.media else ())
     prompts, files = aside + [prompt for prompt, _ in found], [{} for _ in aside] + [named for _, named in found]
+    wanted = [f"{name}*/*" for name in backbone.encoders] + ["*vae/*"] * args.media
+    teacher = model_folder(args.teacher, *wanted)
     facts = {
         "teacher": args.teacher,
-        "text_encoders": encoder_fingerprint(teacher),
-        "max_sequence_length": args.max_sequence_length,
+        "revision": teacher.name if teacher.parent.name == "snapshots" else None,  # a hub's commit
+        "encoders": encoder_fingerprint(teacher, backbone.encoders),
+        "padding": {"max_sequence_length": length, "side": backbone.padding_side},
         "dtype": args.dtype,
         "negative_prompt": args.negative_prompt,
     }
     if args.media:
         limits = {name: getattr(args, name) for name in ("min_frames", "max_enlarge")}
         facts["media"] = {"buckets": [name_of(size) for size in buckets], **limits}
-    if not facts["text_encoders"]:
+    if not facts["encoders"]:
         raise ConfigError(f"teacher {args.teacher!r} has no text encoders; allowed is a folder with text_encoder/")
     if world > 1:
         dist.init_process_group("gloo")
@@ -244,7 +249,7 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
         )
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
         try:
-            pipe = text_pipeline(teacher, dtype, device)
+            pipe = text_pipeline(teacher, backbone.encoders, dtype, device)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if args.media:
@@ -256,15 +261,13 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
             for i in range(0, len(chunk), args.batch):
                 try:
                     with torch.no_grad():
-                        encoded = backbone.encode_prompts(pipe, chunk[i : i + args.batch], args.max_sequence_length)
+                        columns.append(backbone.encode_prompts(pipe, chunk[i : i + args.batch], length))
                 except ValueError as error:
-                    raise ConfigError(str(error)) from None
-                columns.append(encoded)
+                    raise ConfigError(" ".join(str(error).split())) from None
             tensors = {c: torch.cat([part[c] for part in columns]).cpu() for c in backbone.columns}
-            tensors = {
-                c: t.float() if t.is_floating_point() else t for c, t in tensors.items()
-            }  # masks are whole numbers
-            kinds = {1: lambda s, dtype: List(Value(dtype)), 2: Array2D}
+            # masks stay integers: transformers want them so, and families read lengths from them
+            tensors = {c: t.float() if t.is_floating_point() else t.long() for c, t in tensors.items()}
+            kinds = {1: lambda s, d: List(Value(d)), 2: Array2D}
             features = {c: kinds[t.ndim - 1](tuple(t.shape[1:]), str(t.numpy().dtype)) for c, t in tensors.items()}
             rows = {"prompt": chunk, **{c: list(t.numpy()) for c, t in tensors.items()}}
             if args.media:

@@ -298,7 +298,7 @@ def encoded_prompts(prompts: list[str], run: Path, config: Config, student, rows
         raise unknown(f"data {str(rows.path)!r}: prompt", missing, rows.prompts)
     record = read_json(rows.path / ENCODING) if (rows.path / ENCODING).exists() else {}
     flags = ["--device", device, "--dtype", record.get("dtype", "fp32")]
-    distinct, length = list(dict.fromkeys(prompts)), record.get("max_sequence_length")
+    distinct, length = list(dict.fromkeys(prompts)), record.get("padding", {}).get("max_sequence_length")
     return encoded(run.parent, config.teacher, distinct, config.negative_prompt, length, *flags)
 
 

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from pdd import run as runs
-from pdd.config import Config, ConfigError, parse_training
+from pdd.config import NUMBERS, Config, ConfigError, parse_training
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +52,7 @@ def train(argv: list[str]) -> int:
     from pdd.pictures import grid as picture_grid
     from pdd.prompts import is_table
     from pdd.student import Student, Velocity, head_parameters, widen
-    from pdd.teacher import Teacher, guidance, unconditional_condition
+    from pdd.teacher import Teacher, unconditional_condition
     from pdd.validation import Validator, validation_rows
 
     ds_config = read_ds_config(args.ds_config)
@@ -60,10 +60,7 @@ def train(argv: list[str]) -> int:
     try:
         backbone = read_backbone(config.teacher_dir, config.size)
         backbone.choose(config.expert)
-        scales = config.teacher_guidance_scale
-        for scale in scales.values() if isinstance(scales, dict) else [scales]:
-            backbone.check_guidance(scale)
-        backbone.check_skip(config.uncond_skip_layer)
+        backbone.weaker(config)
         grid = backbone.grid(config.pdd_steps, shifts(config, backbone), config.grid_max_t)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -109,7 +106,7 @@ def train(argv: list[str]) -> int:
             config.ema_start_step,
         )
         student = Student(engine, grid)
-        teacher = Teacher(teacher_model, backbone, grid, *guidance(config, unconditional))
+        teacher = Teacher(teacher_model, backbone, grid, config, unconditional)
         objective = Objective(config, grid, student, teacher, rows, processes.rank, processes.world, processes.device)
         validator = Validator(config, grid, backbone, rows, processes) if config.validation_every else None
 
@@ -258,10 +255,9 @@ def shifts(config: Config, backbone) -> dict[str, float]:
     given = config.shift or {}
     if not isinstance(given, dict):
         given = dict.fromkeys(own, given)
-    scales = config.teacher_guidance_scale if isinstance(config.teacher_guidance_scale, dict) else {}
-    tables = {"shift": given, "loss_weights": config.loss_weights, "teacher_guidance_scale": scales}
+    tables = {"shift": given, **{name: getattr(config, name) for name in NUMBERS if name != "shift"}}
     for name, table in tables.items():
-        for modality in table:
+        for modality in table if isinstance(table, dict) else ():
             if modality not in own:
                 raise ConfigError(f"{name} names modality {modality!r}; allowed are {', '.join(own)}")
     return {**own, **given}

@@ -19,7 +19,7 @@ from pdd.pictures import grid as picture_grid
 from pdd.pictures import table as picture_table
 from pdd.sampling import endpoint, initial
 from pdd.student import FusedStudent, Velocity
-from pdd.teacher import Teacher, guidance, unconditional_condition
+from pdd.teacher import Teacher, unconditional_condition
 
 SHOWN = 8  # samples per cell of the picture
 
@@ -53,7 +53,7 @@ def compare(
     uncond = unconditional_condition(config, backbone, rows)
 
     def teacher(g: Grid) -> Teacher:
-        return Teacher(model, backbone, g, *guidance(config, uncond))
+        return Teacher(model, backbone, g, config, uncond)
 
     shifts = {m: s.shift for m, s in grid.schedules.items()}
     euler_shifts = [shifts] if set(shifts.values()) == {1.0} else [shifts, dict.fromkeys(shifts, 1.0)]

@@ -104,7 +104,20 @@ class Guidance:
         "block left out of the unconditional forward (the paper: 10 of Wan 1.3B, 12 of 14B); none if not given",
         "block",
     )
+    stg_scale: float | dict = knob(
+        0.0, "spatio-temporal guidance, away from self-attention that passes its values on, one number or modality: number; "
+        "0 is none",
+    )  # fmt: skip
+    spatio_temporal_guidance_blocks: list = knob([], "blocks whose self-attention does so (LTX-2.3: 28)", "blocks")
+    modality_scale: float | dict = knob(
+        1.0,
+        "cross-modal guidance, away from modalities that do not see each other, one number or modality: number; 1 is none",
+    )
     guidance_rescale: bool = knob(False, "give every guided token the norm of the conditional one")
+    guidance_rescale_x0: float | dict = knob(
+        0.0, "share by which the guided clean prediction gets the deviation of the unguided one (guidance_rescale of LTX-2's "
+        "pipeline), one number or modality: number", "0..1",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -208,8 +221,13 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
             require(_is_number(weight) and weight >= 0, f"loss_weights[{modality}]", weight, "0 or more")
         for prompt, times in self.prompt_repeats.items():
             require(isinstance(times, int) and times >= 1, f"prompt_repeats[{prompt}]", times, "an integer >= 1")
-        for modality, scale in _per_modality(self.teacher_guidance_scale).items():
-            require(_is_number(scale) and scale > 0, f"teacher_guidance_scale{modality}", scale, "more than 0")
+        for name in ("teacher_guidance_scale", "modality_scale"):
+            for modality, scale in _per_modality(getattr(self, name)).items():
+                require(_is_number(scale) and scale > 0, f"{name}{modality}", scale, "more than 0")
+        for modality, scale in _per_modality(self.stg_scale).items():
+            require(_is_number(scale) and scale >= 0, f"stg_scale{modality}", scale, "0 or more")
+        for modality, share in _per_modality(self.guidance_rescale_x0).items():
+            require(_is_number(share) and 0 <= share <= 1, f"guidance_rescale_x0{modality}", share, "0 to 1")
         require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "0 for none, or less than 1")
         require(
             len(self.betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in self.betas),
@@ -224,6 +242,14 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
             allowed = ("negative_prompt", "empty_prompt", "zeros", "keep")
             missing = policy is None and self.cfg_uncond is None
             _require(missing or policy in allowed, "cfg_uncond", policy, ", ".join(allowed))
+        blocks = self.spatio_temporal_guidance_blocks
+        for block in blocks:
+            _require(type(block) is int, "spatio_temporal_guidance_blocks", blocks, "a list of integers")
+        if any(_per_modality(self.stg_scale).values()):
+            allowed = "at least one block when stg_scale is not 0"
+            _require(bool(blocks), "spatio_temporal_guidance_blocks", blocks, allowed)
+        if any(_per_modality(self.guidance_rescale_x0).values()):
+            _require(not self.guidance_rescale, "guidance_rescale", True, "false when guidance_rescale_x0 is not 0")
         if not self.guided:
             return
         allowed = "negative_prompt, empty_prompt or zeros for at least one column when teacher_guidance_scale is not 1"
@@ -387,7 +413,8 @@ def _list(name: str, value: Any) -> list:
     return list(value)
 
 
-NUMBERS = ("shift", "loss_weights", "teacher_guidance_scale")  # mappings whose values are numbers
+# mappings modality: number
+NUMBERS = ("shift", "loss_weights", "teacher_guidance_scale", "stg_scale", "modality_scale", "guidance_rescale_x0")
 
 
 def _mapping(name: str, value: Any) -> dict:

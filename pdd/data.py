@@ -18,26 +18,58 @@ from pdd.draws import Grouped
 ENCODING = "pdd_encoding.json"  # beside a dataset: what encoded it
 
 
-def encoder_fingerprint(teacher_dir: Path) -> dict[str, str]:
-    """Text encoder -> hash of its configuration; empty when the folder has none."""
-    configs = sorted(teacher_dir.glob("text_encoder*/config.json"))
-    return {path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in configs}
+WEIGHTS = (".safetensors", ".bin")
 
 
-def check_encoding(path: Path, teacher_dir: Path) -> None:
-    """Refuse a dataset that other text encoders made; without a record of them, or without them, nothing is known.
+def encoder_fingerprint(teacher_dir: Path, encoders: tuple[str, ...]) -> dict[str, dict[str, str | None]]:
+    """What encodes prompts in a pipeline's folder.
+
+    Args:
+        encoders: the family's, see :class:`Backbone`.
+
+    Returns:
+        Component -> ``class``, ``files`` (hash of its JSON files: configuration and vocabulary) and ``weights`` (hash of
+        their files' sizes and ends: reading all of a large encoder would take minutes), None where it has none here.
+    """
+    index = read_json(teacher_dir / "model_index.json") if (teacher_dir / "model_index.json").exists() else {}
+    found = {}
+    for folder in sorted(p for p in teacher_dir.iterdir() if p.is_dir() and p.name.startswith(encoders)):
+        texts, weights = hashlib.sha256(), hashlib.sha256()
+        files = sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS)
+        for path in sorted(folder.glob("*.json")):
+            texts.update(path.name.encode() + path.read_bytes())
+        for path in files:
+            weights.update(f"{path.name} {path.stat().st_size}".encode())
+            with open(path, "rb") as file:
+                weights.update(file.read(2**20))
+                file.seek(max(path.stat().st_size - 2**20, 0))
+                weights.update(file.read())
+        found[folder.name] = {
+            "class": (index.get(folder.name) or [None, None])[1],
+            "files": texts.hexdigest()[:16],
+            "weights": weights.hexdigest()[:16] if files else None,
+        }
+    return found if any(name.startswith("text_encoder") for name in found) else {}
+
+
+def check_encoding(path: Path, teacher_dir: Path, encoders: tuple[str, ...]) -> None:
+    """Refuse a dataset that other encoders made; without a record of them, or without them, nothing is known.
 
     Raises:
-        ConfigError: the encoders differ.
+        ConfigError: an encoder differs.
     """
     if not (path / ENCODING).exists():
         return
-    made, here = read_json(path / ENCODING).get("text_encoders"), encoder_fingerprint(teacher_dir)
-    if here and made != here:
-        raise ConfigError(
-            f"data {str(path)!r} was encoded by other text encoders than those of teacher {str(teacher_dir)!r}; "
-            "encode it again with encode_prompts.py"
-        )
+    made = read_json(path / ENCODING).get("encoders", {})
+    for name, here in encoder_fingerprint(teacher_dir, encoders).items():
+        there = made.get(name, {})
+        # a teacher fetched from a hub for training has its encoders' JSON files alone
+        known = [key for key in ("files", "weights") if here[key] is not None]
+        if any(there.get(key) != here[key] for key in known):
+            raise ConfigError(
+                f"data {str(path)!r} was encoded by another {name} than that of teacher {str(teacher_dir)!r}; encode it "
+                "again with encode_prompts.py"
+            )
 
 
 class Rows:
@@ -59,7 +91,7 @@ class Rows:
     def __init__(self, config: Config, backbone: Backbone):
         self.path, self.backbone = config.data_dir, backbone
         self.dataset = open_dataset(self.path)
-        check_encoding(self.path, config.teacher_dir)
+        check_encoding(self.path, config.teacher_dir, backbone.encoders)
         needed = ["prompt", *backbone.columns]
         missing = [c for c in needed if c not in self.dataset.column_names]
         if missing:

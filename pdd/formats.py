@@ -53,25 +53,20 @@ def in_dtype(weights: dict[str, Tensor], transformer: nn.Module, dtype: torch.dt
     return {n: w.to(wanted(n) or w.dtype) if w.is_floating_point() else w for n, w in weights.items()}
 
 
-TEXT_PARTS = ("text", "tok")  # how the names of text encoders and tokenizers begin
-
-
-def text_pipeline(folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """The pipeline of a folder with its tokenizers and text encoders only.
+def text_pipeline(folder: Path, encoders: tuple[str, ...], dtype: torch.dtype, device: str) -> Any:
+    """The pipeline of a folder with its ``encoders`` only, see :class:`Backbone`.
 
     Raises:
         ValueError: a text encoder of a modular pipeline cannot be loaded.
     """
     if is_modular(folder):
-        parts = modular_components(folder, TEXT_PARTS, dtype)
+        parts = modular_components(folder, encoders, dtype)
         for part in parts.values():
             if isinstance(part, nn.Module):
                 part.to(device)
         return SimpleNamespace(**parts, device=torch.device(device))
     index = read_json(folder / "model_index.json")
-    parts = {
-        n: None for n, v in index.items() if isinstance(v, list) and (v[0] is None or not n.startswith(TEXT_PARTS))
-    }
+    parts = {n: None for n, v in index.items() if isinstance(v, list) and (v[0] is None or not n.startswith(encoders))}
     return getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype, **parts).to(device)
 
 
@@ -161,8 +156,12 @@ def contract(config: Config, grid: Grid, backbone: Backbone, step: int, ema: boo
         "teacher_guidance_scale": config.teacher_guidance_scale,
         "cfg_uncond": config.cfg_uncond,
         "negative_prompt": config.negative_prompt,
-        "guidance_rescale": config.guidance_rescale,
         "uncond_skip_layer": config.uncond_skip_layer,
+        "stg_scale": config.stg_scale,
+        "spatio_temporal_guidance_blocks": config.spatio_temporal_guidance_blocks,
+        "modality_scale": config.modality_scale,
+        "guidance_rescale": config.guidance_rescale,
+        "guidance_rescale_x0": config.guidance_rescale_x0,
         "type_rk": config.type_rk,
         "rollout_mode": config.rollout_mode,
         "trained_steps": step,

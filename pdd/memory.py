@@ -21,8 +21,8 @@ def estimate(
 
     Model states follow from the ZeRO stage: weights and gradients in the model's dtype, float32 masters, Adam's two
     averages and the weight average. Activations are what autograd saves in one student forward, found by running it on
-    meta tensors; with gradient checkpointing, the recomputation of one block comes on top. Not counted: buffers of
-    collectives, fragmentation, the teacher's transient activations.
+    meta tensors, or left out where the family cannot; with gradient checkpointing, the recomputation of one block comes on
+    top. Not counted: buffers of collectives, fragmentation, the teacher's transient activations.
     """
     stage = ds_config.get("zero_optimization", {}).get("stage", 0)
     half = bool(ds_config.get("bf16", {}).get("enabled"))
@@ -48,9 +48,10 @@ def estimate(
         "gradients": size * trained // share(stage >= 2),
         "optimizer": masters * trained // share(stage >= 1),
         "teacher": size * base // share(stage == 3),
-        "activations": activations(config, transformer, backbone, grid, rows),
     }
-    return out | {"total": sum(out[k] for k in ("weights", "gradients", "optimizer", "teacher", "activations"))}
+    if backbone.runs_on_meta:
+        out["activations"] = activations(config, transformer, backbone, grid, rows)
+    return out | {"total": sum(size for name, size in out.items() if not name.endswith("parameters"))}
 
 
 def activations(config: Config, transformer: torch.nn.Module, backbone: Backbone, grid: Grid, rows: Rows) -> int:
@@ -88,7 +89,8 @@ def report(figures: dict[str, int], ranks: int) -> str:
         f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads; per rank of {ranks}:"
     )
     names = ("weights", "gradients", "optimizer", "teacher", "activations", "total")
-    return "\n".join([counts, *(f"{name:>12} {readable(figures[name]):>12}" for name in names)])
+    sizes = (readable(figures[name]) if name in figures else "not counted" for name in names)
+    return "\n".join([counts, *(f"{name:>12} {size:>12}" for name, size in zip(names, sizes))])
 
 
 def readable(size: int) -> str:

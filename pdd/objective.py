@@ -182,6 +182,8 @@ class Objective:
 
     def load_state_dict(self, ranks: list[dict[str, Tensor]], step: int, seen: int) -> tuple[int, int] | None:
         """Take up every saving rank's :meth:`state_dict`; see :meth:`pdd.carry.TrajectoryCarry.load_state_dict`."""
+        if self.rows.buckets:  # a global batch of another size begins with a group of one shape
+            seen = -(-seen // self.group) * self.group
         self.origin = (step, seen)
         return self.carry.load_state_dict(ranks, self.device, self._fresh) if self.carry is not None else None
 
@@ -242,7 +244,9 @@ class Objective:
 
     def _fresh(self, serials: Tensor) -> State:
         """States at the grid's start of the trajectories with these serial numbers."""
-        x0 = None if self.grid.starts_from_noise else self.rows.latents(self.rows.shuffled(serials), self.device)
+        x0 = None
+        if not self.grid.starts_from_noise:
+            x0 = self.rows.latents(self.rows.shuffled(serials, self.group), self.device)
         return initial(self._noise(serials, self.rows.latent_shapes), self.grid, x0)
 
     def _advance(self, state: State, serials: Tensor, rung: int) -> State:

@@ -17,7 +17,7 @@ from torch import nn
 
 from pdd.backbones import read_json
 from pdd.config import model_folder
-from pdd.formats import TEXT_PARTS, LoadedStudent, is_modular, modular_components, read_student, untrained_student
+from pdd.formats import LoadedStudent, is_modular, modular_components, read_student, untrained_student
 from pdd.student import FusedStudent
 
 TEACHER = "teacher"  # instead of a second student
@@ -25,7 +25,7 @@ TEACHER = "teacher"  # instead of a second student
 TEXT = ("text_encoder", "tokenizer", "image_encoder", "feature_extractor", "connectors")  # by the start of their names
 
 # of a pipeline on a hub; the transformer is the student's own
-BUT_TEXT = ("vae/*", "audio_vae/*", "vocoder/*")
+BUT_TEXT = ("vae/*", "audio_vae/*", "vocoder/*", "processor/*")  # Qwen-Image 2.1's does not start without a processor
 EVERYTHING = (*BUT_TEXT, "text_encoder*/*", "tokenizer*/*", "connectors/*", "image_encoder/*", "feature_extractor/*")
 
 
@@ -197,7 +197,11 @@ def load_student(
         second = read_second(student, second, second_steps, base_model, dtype, home)
     course = Course(student, second, second_steps, force)
     if is_modular(folder):
-        names = ("vae", "audio_vae", *(TEXT_PARTS if text_encoders else ()))
+        if offload != "none":
+            raise ValueError(
+                f"offload is {offload!r}; allowed is none, {type(student.backbone).__name__} has no ordinary pipeline"
+            )
+        names = ("vae", "audio_vae", *(student.backbone.encoders if text_encoders else ()))
         pipe = student.backbone.modular_pipeline(student, modular_components(folder, names, dtype), force)
     else:
         pipe = ordinary_pipeline(course, folder, dtype, text_encoders)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from pdd.backbones import Backbone
-from pdd.backbones.base import State
+from pdd.backbones.base import Perturbation, State
 from pdd.grid import Grid, Plan
 from pdd.heads import ParallelHead
 
@@ -32,25 +33,26 @@ class Velocity(nn.Module):
         sigma: dict[str, Tensor],
         cond: dict[str, Tensor],
         plans: Mapping[str, Plan] | None = None,
-        skip: tuple[int, Tensor] | None = None,
+        perturbations: Sequence[tuple[Perturbation, Tensor]] = (),
     ) -> State:
         """Velocities ``[B, D, ...]`` per modality: the plans' directions, or D = 1 of a base transformer.
 
         Args:
-            skip: (number of a transformer block, bool ``[B]``): the samples that pass by that block.
+            perturbations: what samples lack, and which ones, bool ``[B]``.
         """
         if not self.backbone.batched and (batch := len(next(iter(state.values())))) > 1:
             # as many forwards on every rank, since every rank has as many samples
-            samples = [self._sample(i, state, sigma, cond, plans, skip) for i in range(batch)]
+            samples = [self._sample(i, state, sigma, cond, plans, perturbations) for i in range(batch)]
             return {m: torch.cat([sample[m] for sample in samples]) for m in state}
-        if skip is not None:
-            return self._skipping(state, sigma, cond, plans, *skip)
         directions = dict.fromkeys(self.backbone.modalities, 1)
         if plans is not None:
             for name, head in self.backbone.heads.items():
                 self.transformer.get_submodule(head.module).plan = plans[name]
                 directions[name] = plans[name].num_directions
-        return self.backbone.forward(self.transformer, state, sigma, cond, directions)
+        with ExitStack() as stack:
+            for perturbation, samples in perturbations:
+                stack.enter_context(perturbation(self.transformer, samples))
+            return self.backbone.forward(self.transformer, state, sigma, cond, directions)
 
     def _sample(
         self,
@@ -59,34 +61,12 @@ class Velocity(nn.Module):
         sigma: dict[str, Tensor],
         cond: dict[str, Tensor],
         plans: Mapping[str, Plan] | None,
-        skip: tuple[int, Tensor] | None,
+        perturbations: Sequence[tuple[Perturbation, Tensor]],
     ) -> State:
         """The forward of one sample of a batch."""
         state, sigma, cond = ({name: value[i : i + 1] for name, value in d.items()} for d in (state, sigma, cond))
         plans = None if plans is None else {m: plan.of(i) for m, plan in plans.items()}
-        return self.forward(state, sigma, cond, plans, None if skip is None else (skip[0], skip[1][i : i + 1]))
-
-    def _skipping(
-        self,
-        state: State,
-        sigma: dict[str, Tensor],
-        cond: dict[str, Tensor],
-        plans: Mapping[str, Plan] | None,
-        layer: int,
-        past: Tensor,
-    ) -> State:
-        """The block still runs, for all samples: ZeRO-3 gathers what it expects, and one batch serves both kinds."""
-
-        def keep_input(block: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> Tensor:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            return torch.where(past.to(out.device).view(-1, *[1] * (out.ndim - 1)), hidden.to(out.dtype), out)
-
-        block = self.transformer.get_submodule(f"{self.backbone.blocks}.{layer}")
-        handle = block.register_forward_hook(keep_input, with_kwargs=True)
-        try:
-            return self.forward(state, sigma, cond, plans)
-        finally:
-            handle.remove()
+        return self.forward(state, sigma, cond, plans, [(lack, samples[i : i + 1]) for lack, samples in perturbations])
 
 
 def widen(transformer: nn.Module, backbone: Backbone, pdd_steps: int) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdd.backbones import Backbone
 from pdd.backbones.base import State
-from pdd.config import Config, ConfigError
+from pdd.config import Config, ConfigError, Guidance
 from pdd.data import Rows
 from pdd.grid import Grid
 
@@ -66,6 +66,25 @@ def _add(x: Tensor, terms: list[tuple[Tensor, Tensor]]) -> Tensor:
     return x
 
 
+def with_deviation(guided: Tensor, plain: Tensor, state: Tensor, sigma: Tensor, share: float) -> Tensor:
+    """A guided velocity whose clean prediction ``x - sigma v`` has, to that share, the deviation of the unguided one.
+
+    "Common Diffusion Noise Schedules and Sample Steps are Flawed" (arXiv:2305.08891), section 3.4; LTX-2's pipeline calls
+    it ``guidance_rescale``.
+
+    Args:
+        guided, plain: velocities ``[B, ...]``.
+        state: where they are, ``[B, ...]``.
+        sigma: noise levels ``[B]``.
+        share: 0 to 1.
+    """
+    sigma, axes = sigma.to(guided).view(-1, *[1] * (guided.ndim - 1)), tuple(range(1, guided.ndim))
+    deviation, wanted = ((state - sigma * v).std(axes, keepdim=True) for v in (guided, plain))
+    change = share * (1 - wanted / deviation)
+    # the velocity of (1 - change) times the guided clean prediction; at sigma 0 there is nothing to change
+    return torch.lerp(guided, state / sigma.clamp(min=1e-6), change)
+
+
 class Unconditional:
     """What the unconditional forward sees (``cfg_uncond``), column by column.
 
@@ -96,13 +115,13 @@ class Teacher:
 
     Args:
         model: the base :class:`pdd.student.Velocity`, or an engine around it.
-        backbone: its family.
+        backbone: its family, which says what further predictions the knobs ask for.
         grid: schedules that turn the base clock into noise levels.
-        guidance: ``teacher_guidance_scale``, one for all modalities or modality -> scale (1 if not named); where all are 1
-            no unconditional forward is issued.
-        unconditional: what the unconditional forward sees; needed when guidance is not 1.
-        rescale: ``guidance_rescale``, token-wise.
-        skip_layer: ``uncond_skip_layer``, a block that the unconditional forward leaves out.
+        knobs: of guidance; a :class:`Config` has them, too.
+        unconditional: what the unconditional prediction sees; needed when ``teacher_guidance_scale`` is not 1.
+
+    Raises:
+        ValueError: the family cannot be guided like this, or ``unconditional`` is missing.
     """
 
     def __init__(
@@ -110,18 +129,15 @@ class Teacher:
         model: Callable[..., State],
         backbone: Backbone,
         grid: Grid,
-        guidance: float | Mapping[str, float] = 1.0,
+        knobs: Guidance = Guidance(),
         unconditional: Unconditional | None = None,
-        rescale: bool = False,
-        skip_layer: int | None = None,
     ):
-        scales = guidance if isinstance(guidance, Mapping) else dict.fromkeys(grid.modalities, guidance)
-        self.guidance = {m: float(scales.get(m, 1.0)) for m in grid.modalities}
-        self.guided = any(scale != 1 for scale in self.guidance.values())
-        if self.guided and unconditional is None:
-            raise ValueError(f"teacher_guidance_scale {guidance} needs cfg_uncond")
+        self.weaker = backbone.weaker(knobs)
+        if unconditional is None and any(w.unconditional for w in self.weaker):
+            raise ValueError(f"teacher_guidance_scale {knobs.teacher_guidance_scale} needs cfg_uncond")
         self.model, self.backbone, self.grid = model, backbone, grid
-        self.unconditional, self.rescale, self.skip_layer = unconditional, rescale, skip_layer
+        self.unconditional, self.rescale = unconditional, knobs.guidance_rescale
+        self.rescale_x0 = backbone.per_modality(knobs.guidance_rescale_x0, 0.0)
         self.uncond_forwards = 0  # counted, so that a guided target can prove that they ran
 
     def field(self, cond: dict[str, Tensor]) -> Field:
@@ -130,45 +146,46 @@ class Teacher:
 
     @torch.no_grad()
     def velocity(self, state: State, u: Tensor, cond: dict[str, Tensor]) -> State:
-        """Guided velocity ``v_u + scale (v_c - v_u)`` at base clock ``u`` ``[B]``, per modality ``[B, ...]``."""
+        """Guided velocity at base clock ``u`` ``[B]``, per modality ``[B, ...]``: ``v + sum of weight (v - weaker v)``."""
         device = next(iter(state.values())).device
         sigma = {m: f(u).to(device, torch.float32) for m, f in self.grid.schedules.items()}
-        if not self.guided:
-            return self._forward(state, sigma, cond)
-        self.uncond_forwards += 1
-        uncond = self.unconditional(cond)
-        if self.backbone.batched_guidance and all(v.shape == cond[c].shape for c, v in uncond.items()):
-            both = self._forward(
-                {m: torch.cat([x, x]) for m, x in state.items()},
-                {m: torch.cat([s, s]) for m, s in sigma.items()},
-                {c: torch.cat([v, uncond[c]]) for c, v in cond.items()},
-                halves=True,
-            )
-            halves = {m: v.chunk(2) for m, v in both.items()}
-            v_c, v_u = {m: h[0] for m, h in halves.items()}, {m: h[1] for m, h in halves.items()}
-        else:
-            v_c, v_u = self._forward(state, sigma, cond), self._forward(state, sigma, uncond, unconditional=True)
-        guided = {m: v_u[m] + self.guidance[m] * (v_c[m] - v_u[m]) for m in v_c}
-        if not self.rescale:
-            return guided
-        norm_c, norm_g = self.backbone.token_norm(v_c), self.backbone.token_norm(guided)
-        return {m: v * norm_c[m] / norm_g[m].clamp(min=1e-5) for m, v in guided.items()}
+        v, *weaker = self._predictions(state, sigma, cond)
+        if not weaker:
+            return v
+        guided = {m: v[m] + sum(w.weight[m] * (v[m] - x[m]) for w, x in zip(self.weaker, weaker)) for m in v}
+        if self.rescale:
+            norm, norm_guided = self.backbone.token_norm(v), self.backbone.token_norm(guided)
+            guided = {m: x * norm[m] / norm_guided[m].clamp(min=1e-5) for m, x in guided.items()}
+        return {
+            m: with_deviation(x, v[m], state[m].to(x), sigma[m], self.rescale_x0[m]) if self.rescale_x0[m] else x
+            for m, x in guided.items()
+        }
 
-    def _forward(
-        self,
-        state: State,
-        sigma: dict[str, Tensor],
-        cond: dict[str, Tensor],
-        unconditional: bool = False,
-        halves: bool = False,
-    ) -> State:
-        """One forward; all samples may be unconditional, or the second half of them."""
-        arguments = (state, sigma, cond)
-        if self.skip_layer is not None and (unconditional or halves):
+    def _predictions(self, state: State, sigma: dict[str, Tensor], cond: dict[str, Tensor]) -> list[State]:
+        """The velocity, then those of :attr:`weaker`: in one forward where the family allows it and conditions are equally
+        long, else one after the other. Either depends on nothing but the knobs and the data's shapes, so every rank issues
+        the same forwards.
+        """
+        kinds = [(cond, None)]
+        for weaker in self.weaker:
+            self.uncond_forwards += weaker.unconditional
+            kinds.append((self.unconditional(cond) if weaker.unconditional else cond, weaker.perturbation))
+        alike = all(v.shape == cond[c].shape for seen, _ in kinds for c, v in seen.items())
+        together = self.backbone.batched_guidance and alike
+        out = []
+        for group in [kinds] if together else [[kind] for kind in kinds]:
             batch = len(next(iter(state.values())))
-            past = torch.arange(batch) >= (batch // 2 if halves else 0)
-            arguments = (*arguments, None, (self.skip_layer, past))
-        return {m: v[:, 0] for m, v in self.model(*arguments).items()}
+            owner = torch.arange(batch * len(group)) // batch  # [samples of the forward], on the CPU
+            lacking = [(lack, owner == i) for i, (_, lack) in enumerate(group) if lack is not None]
+            made = self.model(
+                {m: torch.cat([x] * len(group)) for m, x in state.items()},
+                {m: torch.cat([s] * len(group)) for m, s in sigma.items()},
+                {c: torch.cat([seen[c] for seen, _ in group]) for c in cond},
+                *([None, lacking] if lacking else []),
+            )
+            parts = {m: v[:, 0].chunk(len(group)) for m, v in made.items()}
+            out += [{m: part[i] for m, part in parts.items()} for i in range(len(group))]
+        return out
 
     def block(self, cond: dict[str, Tensor]) -> Callable[[State, int, int], State]:
         """``predict(state, start, end)`` for :func:`pdd.sampling.walk`: one Euler step a block."""
@@ -206,8 +223,3 @@ def unconditional_condition(config: Config, backbone: Backbone, rows: Rows) -> U
                 "it, or choose zeros"
             ) from None
     return Unconditional(policies, found)
-
-
-def guidance(config: Config, unconditional: Unconditional | None) -> tuple:
-    """A :class:`Teacher`'s last four arguments, from the knobs."""
-    return config.teacher_guidance_scale, unconditional, config.guidance_rescale, config.uncond_skip_layer

@@ -135,7 +135,7 @@ def warm():
     server = Warm()
     yield server
     server.process.stdin.close()
-    server.process.wait(10)
+    server.process.wait(60)
 
 
 @pytest.fixture(scope="session")

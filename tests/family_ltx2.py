@@ -26,7 +26,7 @@ VERSIONS = {
 }  # fmt: skip
 
 
-def build(folder: Path, version: str = "2.3") -> None:
+def build(folder: Path, version: str = "2.3", registers: int | None = None) -> None:
     """Save the pipeline as Diffusers does; its text encoder is left out."""
     torch.manual_seed(0)
     transformer = LTX2VideoTransformer3DModel(
@@ -48,9 +48,9 @@ def build(folder: Path, version: str = "2.3") -> None:
     connectors = LTX2TextConnectors(
         caption_channels=10, text_proj_in_factor=2, video_connector_num_attention_heads=2,
         video_connector_attention_head_dim=VIDEO // 2, video_connector_num_layers=1,
-        video_connector_num_learnable_registers=None, audio_connector_num_attention_heads=2,
+        video_connector_num_learnable_registers=registers, audio_connector_num_attention_heads=2,
         audio_connector_attention_head_dim=AUDIO // 2, audio_connector_num_layers=1,
-        audio_connector_num_learnable_registers=None, per_modality_projections=True, video_hidden_dim=VIDEO,
+        audio_connector_num_learnable_registers=registers, per_modality_projections=True, video_hidden_dim=VIDEO,
         audio_hidden_dim=AUDIO,
     )  # fmt: skip
     vocoder = LTX2Vocoder(in_channels=32, hidden_channels=32)
@@ -110,7 +110,7 @@ def stock(
         cond, uncond: conditional and unconditional columns.
         guidance: its guidance scale, of both modalities.
         connectors: in the place of :class:`Split`.
-        more: arguments of the pipeline.
+        more: arguments of the pipeline, such as further kinds of guidance.
     """
     pipe = LTX2Pipeline.from_pretrained(folder, **dict.fromkeys(ABSENT))
     pipe.connectors = connectors or Split()
@@ -127,11 +127,10 @@ def stock(
     if sigmas["audio"] != sigmas["video"]:
         pipe.transformer.register_forward_pre_hook(audio_time, with_kwargs=True)
     negative = {f"negative_{name}": value for name, value in (uncond or {}).items()}
-    plain = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
-    plain |= {f"audio_{name}": value for name, value in plain.items()}
+    scales = {"guidance_scale": guidance, "stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
+    scales |= {f"audio_{name}": value for name, value in scales.items()}
     out = pipe(
-        **cond, **negative, **plain, latents=state["video"], audio_latents=state["audio"], **vars(SIZE),
-        num_inference_steps=len(sigmas["video"]), guidance_scale=guidance, audio_guidance_scale=guidance,
-        output_type="latent", **more,
+        **cond, **negative, **scales | more, latents=state["video"], audio_latents=state["audio"], **vars(SIZE),
+        num_inference_steps=len(sigmas["video"]), output_type="latent",
     )  # fmt: skip
     return {"video": out.frames, "audio": out.audio}

@@ -1,7 +1,6 @@
 """A tiny random Qwen-Image 2.1 checkpoint, and its stock pipeline's own trajectory."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from diffusers import (
@@ -10,7 +9,8 @@ from diffusers import (
     QwenImage21Pipeline,
     QwenImage21Transformer2DModel,
 )
-from transformers import ProcessorMixin
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Qwen2Tokenizer
 
 from pdd.backbones import Size
 
@@ -19,22 +19,35 @@ SIZE = Size(height=96, width=128)  # 6 x 8 latents
 
 
 class Words(ProcessorMixin):
-    """Stands in for Qwen3VLProcessor, which needs torchvision: the pipeline asks it for two lengths as it starts."""
+    """Stands in for Qwen3VLProcessor, which needs torchvision for its pictures; the pipeline gives it text alone."""
 
-    tokenizer = SimpleNamespace(encode=lambda text: [1])
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
 
-    def __init__(self):
-        pass
+    def __call__(self, text, **options):
+        return self.tokenizer(text, **options)
 
     def apply_chat_template(self, conversation, **options):
-        return [[0, 0, 0]]
+        texts = [f"<|im_start|>{turn['role']}\n{turn['content'][0]['text']}<|im_end|>\n" for turn in conversation]
+        return self.tokenizer(["".join(texts)]).input_ids
 
     def save_pretrained(self, folder, **options):
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save_pretrained(folder)
 
     @classmethod
     def from_pretrained(cls, folder, **options):
-        return cls()
+        return cls(Qwen2Tokenizer.from_pretrained(folder))
+
+
+def tokenizer() -> Qwen2Tokenizer:
+    """A token a byte, and the markers of Qwen's templates."""
+    vocabulary = {byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    markers = [
+        "<|im_start|>",
+        "<|im_end|>",
+        *(f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")),
+    ]
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], additional_special_tokens=markers)
 
 
 def build(folder: Path, **changes) -> None:
@@ -50,7 +63,7 @@ def build(folder: Path, **changes) -> None:
     )  # fmt: skip
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     QwenImage21Pipeline(
-        transformer=transformer, vae=vae, scheduler=scheduler, processor=Words(), **dict.fromkeys(ABSENT)
+        transformer=transformer, vae=vae, scheduler=scheduler, processor=Words(tokenizer()), **dict.fromkeys(ABSENT)
     ).save_pretrained(folder)
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from conftest import REPO, lines, student_weights
 from datasets import Dataset
+from diffusers.models.embeddings import TimestepEmbedding
 
 from pdd.backbones import REGISTRY, Size, read_backbone
-from pdd.config import Config
+from pdd.config import Config, Guidance
 from pdd.formats import contract, load_transformer, save_student
 from pdd.grid import Grid, partition
 from pdd.pipeline import load_student
@@ -66,7 +67,7 @@ def test_the_guided_teacher_walks_as_the_stock_pipeline(family):
     module, folder, backbone = family
     if getattr(module, "NO_GUIDANCE", False):
         with pytest.raises(ValueError, match="teacher_guidance_scale"):
-            backbone.check_guidance(3.0)
+            backbone.weaker(Guidance(3.0))
         return
     grid, state, cond = setting(family)
     uncond = module.conditioning(1, 9)
@@ -74,7 +75,7 @@ def test_the_guided_teacher_walks_as_the_stock_pipeline(family):
     policy = Unconditional(dict.fromkeys(backbone.columns, "empty_prompt"), rows)
     model = Velocity(load_transformer(folder, torch.float32), backbone).eval()
     rescale = getattr(module, "RESCALED", False)  # pipelines that always rescale the guided velocity
-    teacher = Teacher(model, backbone, grid, 3.0, policy, rescale)
+    teacher = Teacher(model, backbone, grid, Guidance(3.0, guidance_rescale=rescale), policy)
     ours = endpoint(teacher.block(cond), state, grid, list(range(N + 1)))
     sigmas = {m: s[:-1].tolist() for m, s in grid.sigma.items()}
     expanded = {c: v.expand(len(cond[c]), *v.shape[1:]) for c, v in uncond.items()}
@@ -134,6 +135,62 @@ def test_a_trained_student_samples_in_the_stock_pipeline_as_our_walk(family, tmp
     assert_close(theirs, ours)
 
 
+def embedded_times(transformer):
+    """A list that gets what every time embedding of a transformer reads, ``[rows, 256]`` each."""
+    seen = []
+    for module in transformer.modules():
+        if isinstance(module, TimestepEmbedding):
+            module.register_forward_pre_hook(lambda _, args: seen.append(args[0].double()))
+    return seen
+
+
+def assert_times_are_float32_s(rounded, exact):
+    """Up to the rounding of the sines and cosines, which are numbers up to 1."""
+    assert len(rounded) == len(exact) > 0
+    for ours, theirs in zip(rounded, exact):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-8)
+
+
+def test_time_is_not_rounded_in_bfloat16(family):
+    """Noise levels that are one bfloat16 number, in teacher and student alike."""
+    module, folder, backbone = family
+    sigma = torch.tensor([0.9985, 0.9995])
+    assert sigma[0].bfloat16() == sigma[1].bfloat16()
+    cond = {c: v[:1].expand(2, *v.shape[1:]) for c, v in module.conditioning(2, 1).items()}
+    g = torch.Generator().manual_seed(0)
+    state = {m: torch.randn(1, *shape, generator=g).expand(2, *shape) for m, shape in backbone.latent_shapes().items()}
+    seen = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        transformer = load_transformer(folder, dtype)
+        seen[dtype] = embedded_times(transformer)
+        with torch.no_grad():
+            v = Velocity(transformer, backbone)(state, dict.fromkeys(state, sigma), cond)
+    assert_times_are_float32_s(seen[torch.bfloat16], seen[torch.float32])
+    times = seen[torch.float32]
+    half = len(times) // 2
+    pairs = [(t[0], t[1]) for t in times] if backbone.batched else zip(times[:half], times[half:])  # of the two samples
+    assert max((a - b).abs().max() for a, b in pairs) > 0.1
+    assert all(not torch.equal(x[0], x[1]) for x in v.values())
+
+
+def test_the_stock_pipeline_samples_a_bfloat16_student_at_unrounded_times(family, tmp_path):
+    """As it was trained. Some pipelines round the time to the latents' precision before the transformer sees it."""
+    module, folder, backbone = family
+    _, state, cond = setting(family)
+    grid = Grid(N, dict.fromkeys(backbone.modalities, 3.0))
+    transformer = widen(load_transformer(folder, torch.float32), backbone, N)
+    config = Config(teacher=str(folder), pdd_steps=N, block_size_min=N, block_size_max=N)
+    save_student(tmp_path, backbone, transformer.state_dict(), contract(config, grid, backbone, 1, False))
+    seen = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        pipe = load_student(tmp_path, text_encoders=False, dtype=dtype)
+        seen[dtype] = embedded_times(pipe.transformer)
+        half = {c: v.to(dtype) if v.is_floating_point() else v for c, v in cond.items()}
+        call = {**backbone.pipeline_condition(half), **backbone.to_pipeline(state), **backbone.pipeline_arguments()}
+        pipe(**call, num_inference_steps=5, output_type="latent")
+    assert_times_are_float32_s(seen[torch.bfloat16], seen[torch.float32])
+
+
 @pytest.mark.parametrize("rollout, more", [
     ("simulate", ["--gradient_checkpointing", "true"]), ("data_latent", ["--train_micro_batch_size_per_gpu", "1"]),
 ])  # fmt: skip
@@ -168,6 +225,20 @@ def test_a_family_trains_on_two_ranks_in_bf16_under_zero_3(family, rollout, more
         if name in buffers:
             assert torch.equal(weight, base.state_dict()[name]), name  # float32 tables survive bf16 training
     assert any(name.startswith(tuple(widened)) for name in student_weights(tmp_path / "run"))
+
+
+def test_a_dry_run_of_a_family(family, warm, tmp_path):
+    """It runs the student on meta tensors; a text's mask must do so, too."""
+    module, folder, backbone = family
+    cond = {c: v[-1:].tolist() for c, v in module.conditioning(2, 1).items()}
+    Dataset.from_dict({"prompt": ["a thing"], **cond}).save_to_disk(str(tmp_path / "data"))
+    size = [f"--{name}={value}" for name, value in vars(backbone.size).items() if value is not None]
+    code, output = warm(
+        "train", "--ds_config", "ds_configs/zero3.json", "--recipe", write(tmp_path / "recipe.yaml", f"teacher: {folder}"),
+        "--data", tmp_path / "data", "--pdd_steps", "4", "--block_size_min", "4", "--block_size_max", "4", *size,
+        "--train_micro_batch_size_per_gpu", "2", "--dry_run", "8",
+    )  # fmt: skip
+    assert code == 0 and ("activations not counted" in " ".join(output.split())) != backbone.runs_on_meta, output
 
 
 def write(path, text):

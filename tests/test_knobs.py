@@ -91,6 +91,7 @@ TABLE = {
     ),
     "cfg_uncond": (GUIDED, ["--cfg_uncond", "zeros"], loss),
     "negative_prompt": ([*NEGATIVE, "three"], ["--negative_prompt", "four"], loss),
+    "guidance_rescale_x0": (GUIDED, ["--guidance_rescale_x0", "0.5"], loss),
     "guidance_rescale": (GUIDED, ["--guidance_rescale", "true"], loss),
     "prompt_repeats": ([], ["--prompt_repeats", "{any digit: 50}"], loss),
     "seed": ([], ["--seed", "1"], loss),
@@ -117,7 +118,7 @@ TABLE = {
     "validation_num": (VALID, ["--validation_num", "3"], picture_size),
     "export_dtype": ([], ["--export_dtype", "bf16"], lambda r: str(weights(r)["proj_out.weight"].dtype)),
 }
-# these need more than a flag, and have a test each below
+# these need more than a flag, and have a test each below or elsewhere
 SPECIAL = {
     "teacher",
     "expert",
@@ -130,6 +131,7 @@ SPECIAL = {
     "dry_run",
     "uncond_skip_layer",
 }
+SPECIAL |= {"stg_scale", "spatio_temporal_guidance_blocks", "modality_scale"}  # in test_ltx2_guidance.py
 
 
 def test_the_table_has_every_knob():

@@ -274,7 +274,7 @@ def test_prompts_go_in_as_text(tmp_path, warm):
     config = Config(teacher=str(tmp_path / "teacher"), pdd_steps=N, block_size_min=N, block_size_max=N)
     save_student(tmp_path / "student", backbone, transformer.state_dict(), contract(config, grid, backbone, 1, False))
     pipe, (_, state) = load_student(tmp_path / "student"), start(backbone)
-    cond = backbone.encode_prompts(pipe, ["a dog", "rain at sea"], None)
+    cond = backbone.encode_prompts(pipe, ["a dog", "rain at sea"], backbone.max_sequence_length)
     arguments = dict(**backbone.to_pipeline(state), num_inference_steps=1, guidance_scale=1, output_type="latent")
     for a, b in zip(pipe(["a dog", "rain at sea"], **arguments), pipe(**cond, **arguments)):
         assert torch.equal(a, b)

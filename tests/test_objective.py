@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from pdd.backbones.base import Backbone, Head, Size
-from pdd.config import Config
+from pdd.config import Config, Guidance
 from pdd.data import Rows
 from pdd.grid import Grid, partition
 from pdd.objective import Objective, pd_loss, sample_supervision, supervision_window
@@ -69,7 +69,7 @@ def roles(grid: Grid, dtype=F64, guidance: float = 2.0):
         for parameter in head_parameters(student):
             parameter += 0.3 * torch.randn_like(parameter)
     uncond = Unconditional({"text": "zeros"}, {})
-    return base, student, Teacher(Velocity(other, FAMILY), FAMILY, grid, guidance, uncond)
+    return base, student, Teacher(Velocity(other, FAMILY), FAMILY, grid, Guidance(guidance), uncond)
 
 
 # ---------------------------------------------------------------------------------------------------- supervised heads

@@ -84,7 +84,11 @@ def test_the_guided_teacher_walks_as_the_stock_pipeline_does(pipeline, rows, shi
     grid, backbone = Grid(N, {"image": shift}), read_backbone(DIGITS)
     state, cond = batch_of(rows, grid)
     teacher = Teacher(
-        Velocity(pipeline.transformer, backbone), backbone, grid, 3.0, unconditional_condition(config, backbone, rows)
+        Velocity(pipeline.transformer, backbone),
+        backbone,
+        grid,
+        config,
+        unconditional_condition(config, backbone, rows),
     )
     ours = endpoint(teacher.block(cond), state, grid, range(N + 1))["image"]
     empty = {

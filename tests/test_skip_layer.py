@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pdd.backbones import read_backbone
+from pdd.config import Guidance
 from pdd.formats import load_transformer
 from pdd.grid import Grid
 from pdd.student import Velocity
@@ -26,8 +27,8 @@ def test_the_unconditional_pass_is_that_of_a_transformer_without_the_block(famil
     state = {m: torch.randn(2, *shape, generator=g) for m, shape in backbone.latent_shapes().items()}
     u = torch.tensor([0.3, 0.8], dtype=torch.float64)
     uncond = Unconditional(dict.fromkeys(backbone.columns, "empty_prompt"), {"empty_prompt": empty})
-    skipping = Teacher(Velocity(transformer, backbone), backbone, grid, 3.0, uncond, skip_layer=1)
-    whole = Teacher(Velocity(transformer, backbone), backbone, grid, 3.0, uncond)
+    skipping = Teacher(Velocity(transformer, backbone), backbone, grid, Guidance(3.0, uncond_skip_layer=1), uncond)
+    whole = Teacher(Velocity(transformer, backbone), backbone, grid, Guidance(3.0), uncond)
     with torch.no_grad():
         ours, plain = skipping.velocity(state, u, cond), whole.velocity(state, u, cond)
         short = copy.deepcopy(transformer)
@@ -47,6 +48,5 @@ def test_a_block_that_is_not_there_is_refused(tmp_path):
     family_wan.build(tmp_path)
     backbone = read_backbone(tmp_path)
     with pytest.raises(ValueError, match="uncond_skip_layer is 9; allowed are 0 to"):
-        backbone.check_skip(9)
-    backbone.check_skip(None)
-    backbone.check_skip(0)
+        backbone.weaker(Guidance(uncond_skip_layer=9))
+    backbone.weaker(Guidance(uncond_skip_layer=0))

@@ -9,7 +9,7 @@ import torch
 from pdd.backbones import read_backbone
 from pdd.backbones.base import Backbone, Head, Size
 from pdd.backbones.sd3 import SD3
-from pdd.config import Config, ConfigError
+from pdd.config import Config, ConfigError, Guidance
 from pdd.data import Rows
 from pdd.grid import Grid
 from pdd.teacher import RK_RULES, Teacher, Unconditional, rk_target, unconditional_condition
@@ -216,7 +216,7 @@ def naive_guidance(state, u, cond, uncond, scale):
 def test_guided_velocity_is_the_formula(scale, batched, length, forwards):
     """One forward of both halves where the family allows it and the two conditions are equally long, else two."""
     model, (state, u, cond) = Model(), question()
-    teacher = Teacher(model, backbone(batched), GRID, scale, unconditional(length))
+    teacher = Teacher(model, backbone(batched), GRID, Guidance(scale), unconditional(length))
     guided = teacher.velocity(state, u, cond)
     assert [len(call[0]["image"]) for call in model.calls] == ([6] if forwards == 1 else [3, 3])
     row = unconditional(length).rows["empty_prompt"]["tokens"]
@@ -231,7 +231,7 @@ def test_guided_velocity_is_the_formula(scale, batched, length, forwards):
 
 def test_without_guidance_there_is_no_unconditional_forward():
     model, (state, u, cond) = Model(), question()
-    teacher = Teacher(model, backbone(), GRID, 1.0, unconditional())
+    teacher = Teacher(model, backbone(), GRID, Guidance(1.0), unconditional())
     v = teacher.velocity(state, u, cond)
     assert teacher.uncond_forwards == 0 and len(model.calls) == 1 and len(model.calls[0][0]["image"]) == 3
     for m in v:
@@ -251,12 +251,12 @@ def test_the_teacher_sees_each_modality_at_its_own_noise_level_and_builds_no_gra
 
 def test_guidance_needs_an_unconditional_condition():
     with pytest.raises(ValueError, match="teacher_guidance_scale 3.0 needs cfg_uncond"):
-        Teacher(Model(), backbone(), GRID, 3.0)
+        Teacher(Model(), backbone(), GRID, Guidance(3.0))
 
 
 def test_a_block_is_one_guided_velocity_at_its_start():
     state, _, cond = question()
-    teacher = Teacher(Model(), backbone(), GRID, 3.0, unconditional())
+    teacher = Teacher(Model(), backbone(), GRID, Guidance(3.0), unconditional())
     block = teacher.block(cond)(state, 5, 8)
     expected = teacher.velocity(state, torch.full((3,), float(GRID.u[5]), dtype=F64), cond)
     for m in expected:
@@ -285,8 +285,8 @@ def test_rescale_gives_each_patch_the_conditional_norm():
     model = lambda state, sigma, cond: {"image": halves[:, None]}  # noqa: E731
     grid = Grid(8, {"image": 1.0})
     question = {"image": torch.zeros(2, 3, 4, 6)}, torch.tensor([0.5, 0.5], dtype=F64), cond
-    guided = Teacher(model, family, grid, 4.0, uncond).velocity(*question)["image"]
-    rescaled = Teacher(model, family, grid, 4.0, uncond, rescale=True).velocity(*question)["image"]
+    guided = Teacher(model, family, grid, Guidance(4.0), uncond).velocity(*question)["image"]
+    rescaled = Teacher(model, family, grid, Guidance(4.0, guidance_rescale=True), uncond).velocity(*question)["image"]
     torch.testing.assert_close(rescaled, naive_rescale(halves[:2], guided, 2), rtol=1e-12, atol=0)
     norm = lambda x: x[0, :, 2:, 2:4].norm()  # noqa: E731
     assert norm(rescaled) == pytest.approx(float(norm(halves)), rel=1e-12)
@@ -366,7 +366,7 @@ def test_guidance_of_each_modality():
     uncond = Unconditional({"tokens": "zeros", "pooled": "keep"}, {})
     u = torch.tensor([0.5, 0.7], dtype=F64)
     for guidance, expected in [({"image": 3.0, "sound": 7.0}, (3, 7)), ({"sound": 2.0}, (1, 2)), (4.0, (4, 4))]:
-        guided = Teacher(model, family, grid, guidance, uncond).velocity(state, u, cond)
+        guided = Teacher(model, family, grid, Guidance(guidance), uncond).velocity(state, u, cond)
         for m, factor in zip(state, expected):  # the unconditional velocity is zero
             torch.testing.assert_close(guided[m], factor * state[m])
 

@@ -11,7 +11,7 @@ from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
 
 from pdd.backbones import read_backbone
-from pdd.config import Config
+from pdd.config import Config, Guidance
 from pdd.data import Rows
 from pdd.draws import noise
 from pdd.formats import LoadedStudent, contract, load_transformer, read_student, save_student
@@ -96,7 +96,7 @@ def test_guided_teachers_walk_as_the_stock_pipeline_with_a_guidance_each(teacher
     for expert, scale, own in zip(N, (4.0, 2.5), nodes):
         backbone, grid = chosen(teacher, expert)
         model = Velocity(load_transformer(teacher, torch.float32, backbone.component), backbone).eval()
-        walker = Teacher(model, backbone, grid, scale, policy)
+        walker = Teacher(model, backbone, grid, Guidance(scale), policy)
         state = endpoint(walker.block(cond), state, grid, own)
         grids.append(grid)
     both = {"prompt_embeds": uncond["prompt_embeds"].expand(2, -1, -1)}
@@ -155,7 +155,9 @@ def test_the_checkpoint_s_own_expert_beside_a_student(distilled, saved, teacher)
         if expert == distilled:
             state = walk_both([student], state, cond, [student.nodes(2)])
         else:
-            state = endpoint(Teacher(model, backbone, grid, 3.0, policy).block(cond), state, grid, list(range(8)))
+            state = endpoint(
+                Teacher(model, backbone, grid, Guidance(3.0), policy).block(cond), state, grid, list(range(8))
+            )
     pipe = load_student(saved / distilled, text_encoders=False, second="teacher", second_steps=7)
     assert_close(call(pipe, first, cond, 9, **student.backbone.guide_other(3.0, policy(cond))), state)
     plain = call(pipe, first, cond, 9)

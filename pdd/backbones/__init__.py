@@ -22,7 +22,7 @@ REGISTRY = {
 }
 
 # whose configurations a family may read, beside the transformer's
-COMPONENTS = ("scheduler", "audio_scheduler", "vae", "audio_vae", "vocoder", "transformer_2")
+COMPONENTS = ("scheduler", "audio_scheduler", "vae", "audio_vae", "vocoder", "transformer_2", "connectors")
 
 
 def read_json(path: Path) -> dict[str, Any]:

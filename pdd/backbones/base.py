@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pdd.grid import Grid, Shift
+
+if TYPE_CHECKING:
+    from pdd.config import Guidance
+
 
 State = dict[str, Tensor]  # modality -> [B, ...]
 # two transformers may share the clock: the one of high noise levels and the one of low ones, by their names in Diffusers
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
+# (transformer, bool [B]) -> a context in which those samples go through a transformer that lacks something. Every module
+# runs all the same, for all samples: one batch serves several kinds, and ZeRO-3 gathers what it expects
+Perturbation = Callable[[nn.Module, Tensor], AbstractContextManager]
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,21 @@ class Size:
     num_frames: int | None = None
 
 
+@dataclass(frozen=True)
+class Weaker:
+    """A further prediction of the teacher, which guidance moves away from: ``v + weight (v - weaker v)``.
+
+    Attributes:
+        weight: modality -> weight.
+        unconditional: does it see the unconditional condition?
+        perturbation: what its transformer lacks.
+    """
+
+    weight: dict[str, float]
+    unconditional: bool = False
+    perturbation: Perturbation | None = None
+
+
 class Backbone:
     """Base of the families: layout, time direction, velocity sign and conditioning of one Diffusers transformer.
 
@@ -61,10 +86,14 @@ class Backbone:
 
     heads: dict[str, Head]  # modality -> head; its order is the order of modalities everywhere
     columns: tuple[str, ...]  # conditioning columns, each one an argument of the transformer
+    encoders: tuple[str, ...] = ("text_encoder", "tokenizer")  # what encodes prompts, by the start of components' names
+    max_sequence_length = 512  # tokens of an encoded prompt, where the pipeline is called without saying
+    padding_side = "right"  # of encoded prompts
     frame_rate = 0.0  # frames per second of a family's videos
     picture_mode = "RGB"  # channels of the pictures and frames that its autoencoder takes
     blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
     batched = True  # does the transformer take several samples? else each has a forward of its own
+    runs_on_meta = True  # can a forward be dry-run on tensors without values?
     batched_guidance = True  # may conditional and unconditional samples share one forward?
     boundary: float | None = None  # noise level, of the first modality, that parts a checkpoint's two experts
     expert: str | None = None  # which of them this is, a key of EXPERTS
@@ -122,27 +151,42 @@ class Backbone:
         """Modality -> time shift of the checkpoint's own scheduler."""
         return dict.fromkeys(self.heads, float(self.scheduler.get("shift") or 1.0))
 
-    def check_guidance(self, scale: float) -> None:
-        """Refuse what a teacher of this family cannot do.
+    def per_modality(self, value: float | Mapping[str, float], default: float) -> dict[str, float]:
+        """Modality -> number, of a knob that is one number or names modalities."""
+        named = value if isinstance(value, Mapping) else dict.fromkeys(self.heads, value)
+        return {m: float(named.get(m, default)) for m in self.heads}
+
+    def weaker(self, knobs: Guidance) -> list[Weaker]:
+        """The further predictions that a teacher guided like this needs, the unconditional one first.
 
         Raises:
-            ValueError: one line; a guidance-distilled model with a scale other than 1, for example.
+            ValueError: this family cannot do what a knob asks for; one line that names the knob.
         """
+        found = []
+        for scale, none in (("teacher_guidance_scale", 1.0), ("stg_scale", 0.0), ("modality_scale", 1.0)):
+            weight = {m: s - none for m, s in self.per_modality(getattr(knobs, scale), none).items()}
+            guided, unconditional = any(weight.values()), scale == "teacher_guidance_scale"
+            knob = "uncond_skip_layer" if unconditional else scale
+            lacks = knobs.uncond_skip_layer is not None if unconditional else guided
+            perturbation = self.perturbation(knob, knobs) if lacks else None
+            if guided:
+                found.append(Weaker(weight, unconditional, perturbation))
+        return found
 
-    def check_skip(self, layer: int | None) -> None:
-        """Refuse an ``uncond_skip_layer`` that is not a block of this transformer.
+    def perturbation(self, knob: str, knobs: Guidance) -> Perturbation:
+        """What a prediction lacks that ``uncond_skip_layer``, ``stg_scale`` or ``modality_scale`` asks for.
 
         Raises:
-            ValueError: one line.
+            ValueError: nothing in this family, or not with these knobs.
         """
-        if layer is None:
-            return
-        if self.blocks is None:
-            raise ValueError(
-                f"uncond_skip_layer is {layer}; allowed is none, {type(self).__name__} cannot skip a block"
-            )
-        if not 0 <= layer < self.config["num_layers"]:
-            raise ValueError(f"uncond_skip_layer is {layer}; allowed are 0 to {self.config['num_layers'] - 1}")
+        if knob == "uncond_skip_layer" and self.blocks is not None:
+            layer, count = knobs.uncond_skip_layer, self.config["num_layers"]
+            if not 0 <= layer < count:
+                raise ValueError(f"uncond_skip_layer is {layer}; allowed are 0 to {count - 1}")
+            return partial(skipped, f"{self.blocks}.{layer}")
+        raise ValueError(
+            f"{knob} is {getattr(knobs, knob)}; allowed is not to give it, {type(self).__name__} has no such guidance"
+        )
 
     def latent_shapes(self) -> dict[str, tuple[int, ...]]:
         """Modality -> shape of one sample's latents when no data says it."""
@@ -174,12 +218,24 @@ class Backbone:
         """Modality -> norm of every token of a velocity ``[B, ...]``, broadcastable to it."""
         raise NotImplementedError
 
-    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int | None) -> dict[str, Tensor]:
+    def check_prompt_length(self, tokens: int) -> None:
+        """Refuse a ``max_sequence_length`` that prompts cannot be padded to.
+
+        Raises:
+            ValueError: one line.
+        """
+        if tokens < 1:
+            raise ValueError(f"max_sequence_length is {tokens}; allowed is 1 or more")
+
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         """Conditioning columns ``[B, ...]`` of prompts, by the stock pipeline's own text encoders.
 
         Args:
-            pipe: the family's pipeline, of which only tokenizers and text encoders are there.
-            max_sequence_length: tokens; None is the pipeline's default.
+            pipe: the family's pipeline, of which only ``encoders`` are there.
+            max_sequence_length: tokens that every prompt is padded to.
+
+        Raises:
+            ValueError: a prompt is longer, and the stock pipeline would not cut it; one line.
         """
         raise NotImplementedError
 
@@ -261,6 +317,26 @@ class Backbone:
         if image.ndim == 5:
             image = image[:, :, image.shape[2] // 2]
         return image[:, : 3 if image.shape[1] >= 3 else 1]
+
+
+@contextmanager
+def hooks(*handles: RemovableHandle) -> Iterator[None]:
+    """Inside, these hooks are there."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def skipped(block: str, transformer: nn.Module, samples: Tensor) -> AbstractContextManager:
+    """Samples that pass by a block, which has one tensor in and out."""
+
+    def keep_input(block: nn.Module, args: tuple, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return torch.where(samples.to(out.device).view(-1, *[1] * (out.ndim - 1)), hidden.to(out.dtype), out)
+
+    return hooks(transformer.get_submodule(block).register_forward_hook(keep_input, with_kwargs=True))
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm
+from pdd.backbones.base import Backbone, Head, Size, State, Weaker, at_least_float32, hooks, patch_norm
+
+if TYPE_CHECKING:
+    from pdd.config import Guidance
 
 # what FluxPipeline embeds unless told otherwise; the student learns the teacher under it
 EMBEDDED_GUIDANCE = 3.5
@@ -60,6 +63,20 @@ class Packed(Backbone):
     def tokens(self) -> dict[str, int]:
         return {m: count // self.patch**2 for m, count in super().tokens().items()}
 
+    def times(self, sigma: Tensor) -> tuple[Tensor, ...]:
+        """What the transformer's time embedding reads first at noise levels ``[B]``; see :func:`unrounded`."""
+        return (sigma,)
+
+    def fit_pipeline(self, pipe: Any) -> None:
+        scheduler, more = pipe.scheduler, len(self.times(torch.zeros(0))[0])  # rows beside the samples' own
+
+        def exact(embedding: nn.Module, args: tuple) -> tuple:
+            sigma = scheduler.sigmas[scheduler.step_index or 0].to(args[0].device)
+            times = self.times(sigma.expand(len(args[0]) - more))
+            return (*times, *args[len(times) :])
+
+        pipe.transformer.time_text_embed.register_forward_pre_hook(exact)
+
     def pack(self, latents: Tensor) -> Tensor:
         """``[B, C, H, W]`` -> tokens ``[B, H/p * W/p, C * p * p]``."""
         return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=self.patch, q=self.patch)
@@ -107,17 +124,24 @@ class Flux(Packed):
     def scale(self) -> int:
         return 2 ** (len(self.configs["vae"]["block_out_channels"]) - 1) if "vae" in self.configs else 8
 
-    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int | None) -> dict[str, Tensor]:
-        length = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
-        embeds, pooled, _ = pipe.encode_prompt(prompts, None, device=pipe.device, **length)
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        embeds, pooled, _ = pipe.encode_prompt(
+            prompts, None, device=pipe.device, max_sequence_length=max_sequence_length
+        )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
-    def check_guidance(self, scale: float) -> None:
-        if self.config.get("guidance_embeds") and scale != 1:
+    def weaker(self, knobs: Guidance) -> list[Weaker]:
+        found = super().weaker(knobs)
+        if self.config.get("guidance_embeds") and found:
             raise ValueError(
-                f"teacher_guidance_scale is {scale}; allowed is 1, this Flux is guidance-distilled (it embeds "
-                f"{EMBEDDED_GUIDANCE})"
+                f"teacher_guidance_scale is {knobs.teacher_guidance_scale}; allowed is 1, this Flux is guidance-distilled "
+                f"(it embeds {EMBEDDED_GUIDANCE})"
             )
+        return found
+
+    def times(self, sigma: Tensor) -> tuple[Tensor, ...]:
+        guidance = [torch.full_like(sigma, EMBEDDED_GUIDANCE)] if self.config.get("guidance_embeds") else []
+        return tuple(1000 * time for time in (sigma, *guidance))
 
     def forward(
         self,
@@ -132,8 +156,7 @@ class Flux(Packed):
         rows, columns = torch.meshgrid(*(torch.arange(n, device=image.device) for n in (height, width)), indexing="ij")
         img_ids = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)  # [T, 3]
         guidance = torch.full_like(sigma["image"], EMBEDDED_GUIDANCE) if self.config.get("guidance_embeds") else None
-        times = [1000 * t for t in (sigma["image"], guidance) if t is not None]
-        with unrounded(transformer.time_text_embed, *times):
+        with unrounded(transformer.time_text_embed, *self.times(sigma["image"])):
             out = transformer(
                 hidden_states=self.pack(image).to(dtype),
                 timestep=sigma["image"],  # times 1000 inside
@@ -147,15 +170,10 @@ class Flux(Packed):
         return {"image": self.unpack(out, directions["image"], image.shape[2])}
 
 
-@contextmanager
-def unrounded(embedding: nn.Module, *times: Tensor) -> Iterator[None]:
+def unrounded(embedding: nn.Module, *times: Tensor) -> AbstractContextManager:
     """Inside, ``embedding`` reads ``times`` as its first arguments, whatever the transformer makes of them.
 
     These transformers cast time to their own dtype before it is embedded. In bfloat16 that is steps of 0.004 near 1, as
     wide as an interval of a fine grid; the sines and cosines made from float32 lose nothing that matters.
     """
-    handle = embedding.register_forward_pre_hook(lambda module, args: (*times, *args[len(times) :]))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return hooks(embedding.register_forward_pre_hook(lambda module, args: (*times, *args[len(times) :])))

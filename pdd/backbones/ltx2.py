@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +14,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, mode
+from pdd.backbones.base import Backbone, Head, Perturbation, Size, State, at_least_float32, hooks, mode
+
+if TYPE_CHECKING:
+    from pdd.config import Guidance
 
 FRAME_RATE = 24.0  # LTX2Pipeline's; it sets the positions in time and the length of the sound
 WINDOW = 1024  # samples of the sound's spectrogram
@@ -23,10 +28,13 @@ class LTX2(Backbone):
 
     A dataset's ``prompt_embeds`` are what the checkpoint's text connectors return, the video's and the audio's side by
     side ``[B, T, Cv + Ca]``, with the connectors' mask ``[B, T]``: the text encoder's own states, of all its layers,
-    would be many times as large. Guidance is plain and one scale for both modalities; spatio-temporal and cross-modal
-    guidance are not the teacher's.
+    would be many times as large. Guidance has the pipeline's further two kinds: spatio-temporal, away from blocks whose
+    self-attention passes its values on as they are, and cross-modal, away from a video and a sound that know nothing
+    of each other.
     """
 
+    encoders = ("text_encoder", "tokenizer", "connectors")
+    max_sequence_length, padding_side = 1024, "left"
     frame_rate = FRAME_RATE
     heads = {"video": Head("proj_out"), "audio": Head("audio_proj_out")}
     columns = ("prompt_embeds", "prompt_attention_mask")
@@ -91,6 +99,33 @@ class LTX2(Backbone):
         audio = (latents - audio_vae.latents_mean.float()) / audio_vae.latents_std.float()
         return {"video": video, "audio": rearrange(audio, "b l (c m) -> b c l m", m=bins)}
 
+    def check_prompt_length(self, tokens: int) -> None:
+        super().check_prompt_length(tokens)
+        for modality in ("video", "audio"):  # learned registers stand in the place of padding, all of them
+            registers = self.configs.get("connectors", {}).get(f"{modality}_connector_num_learnable_registers")
+            if registers and tokens % registers:
+                raise ValueError(f"max_sequence_length is {tokens}; allowed are multiples of {registers}")
+
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        states, mask, _, _ = pipe.encode_prompt(
+            prompts, None, False, max_sequence_length=max_sequence_length, device=pipe.device
+        )
+        video, audio, mask = pipe.connectors(states, mask, padding_side=pipe.tokenizer.padding_side)
+        return {"prompt_embeds": torch.cat([video, audio], -1), "prompt_attention_mask": mask}
+
+    def perturbation(self, knob: str, knobs: Guidance) -> Perturbation:
+        if knob == "modality_scale":
+            return isolated
+        if knob != "stg_scale":
+            return super().perturbation(knob, knobs)
+        if not self.config.get("perturbed_attn"):
+            raise ValueError(f"stg_scale is {knobs.stg_scale}; allowed is 0, the transformer has perturbed_attn false")
+        count = self.config["num_layers"]
+        for block in knobs.spatio_temporal_guidance_blocks:
+            if not 0 <= block < count:
+                raise ValueError(f"spatio_temporal_guidance_blocks has {block}; allowed are 0 to {count - 1}")
+        return partial(values_alone, knobs.spatio_temporal_guidance_blocks)
+
     def forward(
         self,
         transformer: nn.Module,
@@ -102,7 +137,8 @@ class LTX2(Backbone):
         dtype, video, audio = transformer.proj_out.weight.dtype, state["video"], state["audio"]
         frames, height, width = video.shape[2:]
         video_embeds, audio_embeds = cond["prompt_embeds"].to(dtype).split(self.widths, -1)
-        mask, time = cond["prompt_attention_mask"], {m: s * 1000 for m, s in sigma.items()}
+        mask = cond["prompt_attention_mask"].to(video.device)  # in a dry run masks alone are real
+        time = {m: s * 1000 for m, s in sigma.items()}
         video_out, audio_out = transformer(
             hidden_states=rearrange(video, "b c f h w -> b (f h w) c").to(dtype),
             audio_hidden_states=rearrange(audio, "b c l m -> b l (c m)").to(dtype),
@@ -173,6 +209,29 @@ def log_mel(sound: Tensor, audio_vae: Any, length: int) -> Tensor:
         for channel in sound.flatten(0, 1).numpy()
     ]  # fmt: skip
     return rearrange(torch.from_numpy(np.stack(mels)), "(b c) m t -> b c t m", b=len(sound))
+
+
+def isolated(transformer: nn.Module, samples: Tensor) -> AbstractContextManager:
+    """Samples whose modalities do not attend to each other: the pipeline's ``isolate_modalities``."""
+
+    def nothing(attention: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        return out.masked_fill(samples.to(out.device).view(-1, 1, 1), 0)
+
+    return hooks(*(
+        attention.register_forward_hook(nothing)
+        for block in transformer.transformer_blocks for attention in (block.audio_to_video_attn, block.video_to_audio_attn)
+    ))  # fmt: skip
+
+
+def values_alone(blocks: list[int], transformer: nn.Module, samples: Tensor) -> AbstractContextManager:
+    """Samples whose self-attention in these blocks is its values: the pipeline's ``spatio_temporal_guidance_blocks``."""
+
+    def perturb(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        kept = (~samples).to(kwargs["hidden_states"]).view(-1, 1, 1)
+        return args, {**kwargs, "perturbation_mask": kept, "all_perturbed": False}
+
+    chosen = (transformer.transformer_blocks[block] for block in blocks)
+    return hooks(*(block.register_forward_pre_hook(perturb, with_kwargs=True) for block in chosen))
 
 
 class Connected:

@@ -123,11 +123,11 @@ class MiniMaxH3(Backbone):
         audio = torch.linalg.vector_norm(velocity["audio"], dim=2, keepdim=True)
         return {"video": patch_norm(velocity["video"], self.patch), "audio": audio}
 
-    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int | None) -> dict[str, Tensor]:
-        """A prompt longer than 512 tokens, or ``max_sequence_length``, is refused: its pipeline cuts none."""
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        """A prompt longer than ``max_sequence_length`` tokens is refused: its pipeline cuts none."""
         from diffusers.modular_pipelines.minimax_h3.encoders import get_qwen3vl_prompt_embeds
 
-        length, embeds = max_sequence_length or 512, []
+        length, embeds = max_sequence_length, []
         mask = torch.zeros(len(prompts), length, dtype=torch.int64)
         for i, prompt in enumerate(prompts):
             tokens = pipe.tokenizer(prompt or " ", add_special_tokens=False)["input_ids"]
@@ -297,8 +297,12 @@ class OneByOne:
         self.decode.update_components(vae=self.vae, audio_vae=self.audio_vae)
 
     @property
+    def transformer(self) -> nn.Module:
+        return self.student.transformer
+
+    @property
     def device(self) -> torch.device:
-        return self.student.transformer.device
+        return self.transformer.device
 
     def to(self, device: Any) -> OneByOne:
         for component in (self.student.transformer, self.vae, self.audio_vae, self.text_encoder):
@@ -343,7 +347,9 @@ class OneByOne:
             )
         if prompt is not None:
             prompts = [prompt] if isinstance(prompt, str) else prompt
-            prompt_embeds, prompt_embeds_mask = self.backbone.encode_prompts(self, prompts, None).values()
+            prompt_embeds, prompt_embeds_mask = self.backbone.encode_prompts(
+                self, prompts, self.backbone.max_sequence_length
+            ).values()
         given = {"height": height, "width": width, "num_frames": num_frames}
         size = {k: v or getattr(self.backbone.size, k) or self.backbone.default[k] for k, v in given.items()}
         shapes = MiniMaxH3(self.backbone.configs, Size(**size)).latent_shapes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pdd.backbones.base import Size, State, standardized
@@ -36,6 +37,10 @@ class QwenImage(Packed):
     def encode_media(self, vaes: Mapping[str, Any], media: State) -> State:
         return {"image": standardized(vaes["vae"], media["image"][:, :, None])[:, :, 0]}
 
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        embeds, mask = pipe.encode_prompt(prompts, device=pipe.device, max_sequence_length=max_sequence_length)
+        return padded(embeds, mask, max_sequence_length)
+
     def forward(
         self,
         transformer: nn.Module,
@@ -47,7 +52,7 @@ class QwenImage(Packed):
         dtype, image = transformer.proj_out.weight.dtype, state["image"]
         embeds, mask = without_padding(cond["prompt_embeds"], cond["prompt_embeds_mask"])
         grid = (1, *(side // self.patch for side in image.shape[2:]))
-        with unrounded(transformer.time_text_embed, sigma["image"]):
+        with unrounded(transformer.time_text_embed, *self.times(sigma["image"])):
             out = transformer(
                 hidden_states=self.pack(image).to(dtype),
                 timestep=sigma["image"],  # times 1000 inside
@@ -57,6 +62,16 @@ class QwenImage(Packed):
                 return_dict=False,
             )[0]  # [B, T, D * 4C]
         return {"image": self.unpack(out, directions["image"], image.shape[2])}
+
+
+def padded(embeds: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
+    """Columns of texts ``[B, L, E]`` padded to ``[B, length, E]``; no mask is a mask of ones."""
+    mask = embeds.new_ones(embeds.shape[:2], dtype=torch.long) if mask is None else mask
+    more = length - embeds.shape[1]
+    return {
+        "prompt_embeds": nn.functional.pad(embeds, (0, 0, 0, more)),
+        "prompt_embeds_mask": nn.functional.pad(mask, (0, more)),
+    }
 
 
 def without_padding(embeds: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pdd.backbones.base import State, standardized
 from pdd.backbones.flux import Packed, unrounded
-from pdd.backbones.qwen_image import without_padding
+from pdd.backbones.qwen_image import padded, without_padding
 
 
 class QwenImage21(Packed):
@@ -18,12 +18,30 @@ class QwenImage21(Packed):
 
     The text's length places the picture on the frame axis, padding included. So text is cut to the longest of the
     batch, as its pipeline encodes it, and the two samples of a guided velocity, whose texts differ, share no forward.
+    In a batch of texts of several lengths the shorter ones are placed as its pipeline places them in that batch, which
+    is not where it places them alone: a micro-batch of 1 avoids that.
     """
 
+    encoders = ("text_encoder", "processor")
+    max_sequence_length = 1024  # its pipeline takes text of any length
     columns = ("prompt_embeds", "prompt_embeds_mask")
     patch, default_latents, scale = 1, 64, 16
     no_guidance = {"true_cfg_scale": 1.0}
-    batched_guidance = False
+    batched_guidance = runs_on_meta = False
+
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        embeds, mask, _ = pipe.encode_prompt(prompts, device=pipe.device)
+        if embeds.shape[1] > max_sequence_length:
+            raise ValueError(
+                f"max_sequence_length is {max_sequence_length}; allowed is at least {embeds.shape[1]}, the length of one of "
+                f"the prompts from {prompts[0]!r} on, which this pipeline does not cut"
+            )
+        return padded(embeds, mask, max_sequence_length)
+
+    def times(self, sigma: Tensor) -> tuple[Tensor, ...]:
+        # text is modulated from time 0, one more row
+        text = sigma.new_zeros(1 if self.config.get("causal_condition", True) else 0)
+        return (torch.cat([sigma, text]),)
 
     @property
     def picture_mode(self) -> str:
@@ -45,10 +63,7 @@ class QwenImage21(Packed):
         tokens = self.pack(image)  # [B, T, C]
         # which places of the text encoder's sequence are pictures, each such place standing for 2 x 2 tokens
         is_text, is_image = embeds.new_zeros(embeds.shape[:2]), embeds.new_ones(len(image), tokens.shape[1] // 4)
-        time = sigma["image"]
-        if self.config.get("causal_condition", True):
-            time = torch.cat([time, time.new_zeros(1)])  # text is modulated from time 0, one more row
-        with unrounded(transformer.time_text_embed, time):
+        with unrounded(transformer.time_text_embed, *self.times(sigma["image"])):
             out = transformer(
                 hidden_states=tokens.to(dtype),
                 timestep=sigma["image"],  # times 1000 inside

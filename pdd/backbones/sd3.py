@@ -14,6 +14,7 @@ class SD3(Backbone):
     """The transformer unpatchifies inside its forward: rows ``(ph, pw, C)``, hence ``patch = p * p``."""
 
     columns = ("prompt_embeds", "pooled_prompt_embeds")
+    max_sequence_length = 256
 
     @property
     def heads(self) -> dict[str, Head]:
@@ -50,11 +51,11 @@ class SD3(Backbone):
         )[0]  # [B, D * C, H, W]
         return {"image": at_least_float32(rearrange(out, "b (d c) h w -> b d c h w", d=directions["image"]))}
 
-    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int | None) -> dict[str, Tensor]:
-        length = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         embeds, _, pooled, _ = pipe.encode_prompt(
-            prompts, None, None, device=pipe.device, do_classifier_free_guidance=False, **length
-        )
+            prompts, None, None, device=pipe.device, do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+        )  # fmt: skip
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def token_norm(self, velocity: State) -> State:

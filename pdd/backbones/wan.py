@@ -59,10 +59,9 @@ class Wan(Backbone):
         given = getattr(self.size, name)
         return self.default[name] if given is None else given
 
-    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int | None) -> dict[str, Tensor]:
-        # 512 is what its __call__ asks for; encode_prompt alone would cut at 226
+    def encode_prompts(self, pipe: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         embeds, _ = pipe.encode_prompt(
-            prompts, None, False, max_sequence_length=max_sequence_length or 512, device=pipe.device
+            prompts, None, False, max_sequence_length=max_sequence_length, device=pipe.device
         )
         return {"prompt_embeds": embeds}
 
