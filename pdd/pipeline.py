@@ -32,6 +32,7 @@ class PDDScheduler(FlowMatchEulerDiscreteScheduler):
 
     student: LoadedStudent
     force: bool = False
+    finished: bool = False  # the latents that the pipeline is given are the end of a walk: it only decodes them
     num_inference_steps: int | None = None  # none before the first set_timesteps
 
     @classmethod
@@ -65,7 +66,7 @@ class PDDScheduler(FlowMatchEulerDiscreteScheduler):
         """
         given = sigmas if sigmas is not None else timesteps
         steps = num_inference_steps if given is None else len(given)
-        self.nodes = self.student.nodes(steps, self.force)
+        self.nodes = [self.student.grid.pdd_steps] if self.finished else self.student.nodes(steps, self.force)
         first = next(iter(self.student.grid.sigma.values()))
         self.sigmas = first[self.nodes].to(torch.float32)  # [K + 1], the last one 0
         self.timesteps = (self.sigmas[:-1] * self.config.num_train_timesteps).to(device)
@@ -75,6 +76,7 @@ class PDDScheduler(FlowMatchEulerDiscreteScheduler):
     def __deepcopy__(self, memo: dict) -> PDDScheduler:
         # pipelines with two modalities copy the scheduler; a copy steps the same student
         other = type(self).of(self.student, self.force)
+        other.finished = self.finished
         if self.num_inference_steps is not None:
             other.set_timesteps(self.num_inference_steps, self.timesteps.device)
         return other
@@ -104,6 +106,21 @@ def load_student(
         ValueError: no student there, or no teacher.
     """
     student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, device)
+    pipe = stock_pipeline(student, base_model, dtype, device, text_encoders, force)
+    use_heads(pipe, student)
+    scale_noise(pipe, float(next(iter(student.grid.sigma.values()))[0]))
+    return pipe
+
+
+def stock_pipeline(
+    student: LoadedStudent,
+    base_model: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    text_encoders: bool = True,
+    force: bool = False,
+) -> DiffusionPipeline:
+    """The family's pipeline around a student whose heads are left alone; arguments as of :func:`load_student`."""
     folder = model_folder(str(base_model or student.facts["base_model"]), *(EVERYTHING if text_encoders else BUT_TEXT))
     index = read_json(folder / "model_index.json")
     parts: dict[str, Any] = {}
@@ -117,8 +134,6 @@ def load_student(
     pipe = getattr(diffusers, index["_class_name"]).from_pretrained(folder, dtype=dtype or weights, **parts)
     pipe = pipe.to(device)
     student.backbone.fit_pipeline(pipe)
-    use_heads(pipe, student)
-    scale_noise(pipe, float(next(iter(student.grid.sigma.values()))[0]))
     return pipe
 
 
