@@ -2,6 +2,7 @@
 
     python sample_pdd.py --steps 4                                   # the newest complete run under runs/
     python sample_pdd.py --steps 2 --run runs/mine --prompt "any digit" --prompt three --num 8 --seed 1
+    python sample_pdd.py --tol 0.2                                   # as many forwards as the heads' disagreement asks for
     python sample_pdd.py --steps 1 2 4 8 --compare                   # beside its teacher: compare.png, compare.json
 
 Plain torch: no DeepSpeed, one process. Prompts are looked up in the run's conditioning dataset.
@@ -17,7 +18,13 @@ from pdd.config import Config, ConfigError, Parser, read_yaml, unknown
 
 def parser() -> Parser:
     flags = Parser(description=__doc__)
-    flags.add_argument("--steps", type=int, nargs="+", default=[4], metavar="K", help="forwards per sample (default 4)")
+    flags.add_argument("--steps", type=int, nargs="+", metavar="K", help="forwards per sample (default 4)")
+    flags.add_argument(
+        "--tol",
+        type=float,
+        metavar="T",
+        help="instead of --steps: end a block where its heads part by more than T, such as 0.2",
+    )
     flags.add_argument("--run", help="run folder; the newest complete one under runs/ if not given")
     flags.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     flags.add_argument("--prompts", help="text file of prompts, one a line")
@@ -52,7 +59,7 @@ def sample(args) -> None:
     from pdd.data import Rows
     from pdd.draws import noise
     from pdd.formats import read_student
-    from pdd.pipeline import load_student
+    from pdd.pipeline import load_student, stock_pipeline
     from pdd.sampling import initial
     from pdd.student import FusedStudent
 
@@ -64,6 +71,8 @@ def sample(args) -> None:
     for name in ("num", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
+    if args.tol is not None and (args.steps or args.compare or not args.tol >= 0):
+        raise ConfigError(f"tol is {args.tol}; allowed is 0 or more, without --steps and --compare")
     config = Config(**read_yaml(run / "config.yaml"))
     device = args.device or (
         str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
@@ -71,7 +80,8 @@ def sample(args) -> None:
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     try:
         student = read_student(run / "student", dtype, device)
-        partitions = {steps: student.nodes(steps, args.force) for steps in dict.fromkeys(args.steps)}
+        steps = [] if args.tol is not None else args.steps or [4]
+        partitions = {k: student.nodes(k, args.force) for k in dict.fromkeys(steps)}
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for steps in partitions:
@@ -95,16 +105,19 @@ def sample(args) -> None:
         return
 
     try:
-        pipe = load_student(student, text_encoders=False, force=args.force, device=device)
+        load = load_student if args.tol is None else stock_pipeline  # whose heads are read here, block by block
+        pipe = load(student, text_encoders=False, force=args.force, device=device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler.finished = args.tol is not None
     prompts = prompts or [rows.prompts[i] for i in rows.trained[:4]]
     num = args.num or 8
     jobs = [(prompt, i) for prompt in prompts for i in range(num)]
-    for steps in partitions:
-        made = []
-        for begin in tqdm(range(0, len(jobs), args.batch), unit="batch", desc=f"{steps} forwards", leave=False):
+    for steps in partitions or [None]:
+        made, taken = [], []
+        name = f"{steps} forwards" if steps else f"tol {args.tol:g}"
+        for begin in tqdm(range(0, len(jobs), args.batch), unit="batch", desc=name, leave=False):
             chunk = jobs[begin : begin + args.batch]
             # a sample's noise depends on the seed and its number alone: the same at any step count and batch size
             eps = {
@@ -112,10 +125,29 @@ def sample(args) -> None:
                 for m, shape in rows.latent_shapes.items()
             }
             cond = rows.cond(torch.tensor([rows.find(prompt) for prompt, _ in chunk]), device)
-            made += call(pipe, student.backbone, cond, initial(eps, student.grid), steps)
-        print(
-            f"{steps} forwards: {write(made, jobs, num, out / f'sample-nfe{steps}-seed{args.seed}', pipe, student.backbone)}"
-        )
+            state = initial(eps, student.grid)
+            if steps is None:
+                state, nodes = choose_blocks(student, state, cond, args.tol, args.force)
+                taken += [len(nodes) - 1] * len(chunk)
+            made += call(pipe, student.backbone, cond, state, steps or 1)
+        used = f", {sum(taken) / len(taken):.2f} forwards a sample" if taken else ""
+        stem = out / f"sample-{f'nfe{steps}' if steps else f'tol{args.tol:g}'}-seed{args.seed}"
+        print(f"{name}{used}: {write(made, jobs, num, stem, pipe, student.backbone)}")
+
+
+def choose_blocks(student, state, cond, tolerance: float, force: bool) -> tuple[dict, list[int]]:
+    """The end of a batch's adaptive walk, and the nodes that it took."""
+    from pdd.sampling import adaptive
+    from pdd.student import Student, Velocity
+
+    whole = Student(Velocity(student.transformer, student.backbone), student.grid)
+    widest = student.grid.pdd_steps if force else student.facts["block_size_max"]
+    dtypes, nodes = {m: x.dtype for m, x in state.items()}, []
+    for node, state in adaptive(
+        whole, {m: x.float() for m, x in state.items()}, cond, tolerance, student.starts, widest
+    ):
+        nodes.append(node)
+    return {m: x.to(dtypes[m]) for m, x in state.items()}, nodes
 
 
 def call(pipe, backbone, cond, state, steps: int) -> list:
@@ -142,7 +174,7 @@ def write(made: list, jobs: list, num: int, stem: Path, pipe, backbone) -> Path:
 
     pixels = torch.stack([sample for sample, _ in made])
     middle = pixels if pixels.ndim == 4 else pixels[:, pixels.shape[1] // 2]
-    picture = stem.with_suffix(".png")
+    picture = stem.with_name(stem.name + ".png")
     picture_grid(middle * 2 - 1, num).save(picture)
     if pixels.ndim == 4:
         return picture
