@@ -64,7 +64,7 @@ def evaluate(args) -> None:
 
     from pdd import run as runs
     from pdd.data import Rows
-    from pdd.evaluate import Baselines, evaluation_prompts, join_ranks
+    from pdd.evaluate import Baselines, Space, evaluation_prompts, join_ranks
     from pdd.formats import CALIBRATED, CONTRACT, read_contract, read_student
     from pdd.report import update_readme, write_report
     from sample_pdd import wanted_prompts
@@ -90,6 +90,7 @@ def evaluate(args) -> None:
     config = student_config(folder)
     rows = Rows(config, student.backbone)
     prompts = wanted_prompts(args, rows) or evaluation_prompts(config, rows)
+    space = Space(config, args.features)
     if first:
         print(f"student {folder}", flush=True)
 
@@ -102,7 +103,7 @@ def evaluate(args) -> None:
             facts = read_contract(folder)
             facts[CALIBRATED] = {**(facts.get(CALIBRATED) or {}), **found}
             runs.write_json(folder / CONTRACT, facts)
-    metrics, pictures = measure(args, config, student, baselines, rows, prompts, device, show=first)
+    metrics, pictures = measure(args, config, student, baselines, rows, prompts, space, device, show=first)
     if not first:
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -185,11 +186,11 @@ def find_partitions(args, student, baselines, rows, prompts, device) -> dict[str
     return {str(steps): entry["nodes"] for steps, entry in found.items()}
 
 
-def measure(args, config, student, baselines, rows, prompts, device, show):
+def measure(args, config, student, baselines, rows, prompts, space, device, show):
     """All figures, and the pictures of every method."""
     from tqdm import tqdm
 
-    from pdd.evaluate import Bench, Endpoints, Space, Trajectories, best, by_blocks, by_tolerance
+    from pdd.evaluate import Bench, Endpoints, Trajectories, best, by_blocks, by_tolerance
     from pdd.report import Pictures, paths
     from pdd.solvers import SOLVERS
     from pdd.student import FusedStudent
@@ -210,7 +211,7 @@ def measure(args, config, student, baselines, rows, prompts, device, show):
 
     bench = Bench(rows, prompts, args.num, (args.seed, "evaluation"), args.batch, device)
     pixels, sound_rate = decoder(student, config, device)
-    endpoints = Endpoints(bench, baselines.fine(), pixels, Space(config, args.features), Pictures.SHOWN)
+    endpoints = Endpoints(bench, baselines.fine(), pixels, space, Pictures.SHOWN)
     bar.update()
     pictures = Pictures(prompts, endpoints.teacher.shown, student.backbone.frame_rate, sound_rate)
     results, seconds = {}, {"teacher": endpoints.teacher.seconds}

@@ -483,12 +483,12 @@ def _adaptive(metrics: dict[str, Any]) -> str:
 def _notes(metrics: dict[str, Any]) -> str:
     reference = "real pictures of the prompt" if metrics["reference"] == "real" else "the teacher&rsquo;s own samples"
     return (
-        "A midpoint step takes two forwards, so there are half as many steps; a guided teacher&rsquo;s two passes count "
-        "as one forward. DPM-Solver++ and UniPC are Diffusers&rsquo;, second order, in their flow-matching modes. Each solver&rsquo;s "
-        "figures are the better of two schedules: the student&rsquo;s time shift, and none. Fr&eacute;chet distance, precision and "
-        f"recall (k-NN, k = 3) are against {reference}; diversity is the mean distance of two samples of a prompt, to be compared with the "
-        f"teacher&rsquo;s. {metrics['trajectory_samples']} samples of their own noise stand behind the ways, the errors along "
-        f"them and those by head. Seed {metrics['seed']}."
+        "A midpoint step takes two forwards, so there are half as many steps; a guided teacher&rsquo;s two passes count as one "
+        "forward. DPM-Solver++ and UniPC are Diffusers&rsquo;, second order, in their flow-matching modes. Each figure of a "
+        "solver is the better of two schedules: the student&rsquo;s time shift, and none. Fr&eacute;chet distance, precision "
+        f"and recall (k-NN, k = 3) are against {reference}; diversity is the mean distance of two samples of a prompt, to be "
+        f"compared with the teacher&rsquo;s. {metrics['trajectory_samples']} samples of their own noise stand behind the ways, "
+        f"the errors along them and those by head. Seed {metrics['seed']}."
     )
 
 
