@@ -95,6 +95,7 @@ for request in sys.stdin:
         code = max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
         output.seek(0)
         print(json.dumps([code, output.read()]), flush=True)
+os._exit(0)  # taking all of it down in order would take seconds
 """
 
 

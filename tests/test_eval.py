@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pdd.backbones import read_backbone
 from pdd.config import Config
 from pdd.data import Rows
 from pdd.draws import noise
-from pdd.evaluate import Baselines, Bench, Endpoints, Space, Trajectories, by_blocks, by_tolerance, calibrate
+from pdd.evaluate import Baselines, Bench, Endpoints, Space, Trajectories, best, by_blocks, by_tolerance, calibrate
 from pdd.grid import Grid, partition
 from pdd.metrics import diversity, endpoint_error, frechet_distance, precision_recall
 from pdd.sampling import adaptive, endpoint, initial
@@ -109,6 +110,12 @@ def test_multistep_solvers_are_the_stock_pipeline_with_that_scheduler(name, sche
     *_, (_, other) = euler.walk(state, cond)
     assert (other["image"] - theirs).norm() / theirs.norm() > 1e-2, "another solver"
 
+    for k, shift in enumerate((2, 1)):  # the first step is Euler's, exactly, on our own noise levels at any shift
+        multistep, euler = baselines.solver(name, 3)[k], baselines.solver("euler", 3)[k]
+        assert multistep.grid.schedules["image"].shift == euler.grid.schedules["image"].shift == shift
+        first, other = (list(method.walk(state, cond))[1][1]["image"] for method in (multistep, euler))
+        torch.testing.assert_close(first, other, rtol=1e-5, atol=1e-5)
+
 
 def test_midpoint_takes_two_forwards_a_step_and_no_odd_number_of_them(rows, baselines):
     assert baselines.solver("midpoint", 3) == [] and len(baselines.solver("midpoint", 4)) == 2
@@ -148,6 +155,19 @@ def test_figures_are_those_of_all_samples_at_once(config, rows, baselines, stude
     assert figures["diversity"] == pytest.approx(sum(map(diversity, features)) / 2, rel=1e-3)
     assert figures["forwards"] == 2 and endpoints.teacher.figures["forwards"] == N
     assert endpoints.teacher.figures["endpoint_error"] == 0
+
+
+def test_of_two_schedules_every_figure_is_the_better_one():
+    def measured(error, frechet, precision, recall, spread):
+        figures = dict(forwards=4.0, endpoint_error=error, frechet=frechet, precision=precision, recall=recall)
+        return types.SimpleNamespace(figures={**figures, "diversity": spread})
+
+    several = [measured(0.2, 3.0, 0.9, 0.1, 5.0), measured(0.1, 4.0, 0.8, 0.7, 7.5)]
+    expected = measured(0.1, 3.0, 0.9, 0.7, 7.5).figures
+    assert best(several, measured(None, 2.0, 1, 1, 6.5)) == expected
+    assert best(several, measured(None, 2.0, 1, 1, 6.0))["diversity"] == 5.0, "closer to the teacher's"
+    none = [measured(0.2, None, None, None, None), measured(0.3, None, None, None, None)]
+    assert best(none, none[0]) == none[0].figures
 
 
 def test_errors_along_the_way_and_by_head(rows, baselines, student):
