@@ -185,9 +185,16 @@ def test_errors_along_the_way_and_by_head(rows, baselines, student):
     # a widened teacher: head n at n is the teacher, later ones still say what the teacher said at n
     transformer = widen(copy.deepcopy(baselines.model.transformer), baselines.backbone, N)
     same = FusedStudent(transformer, baselines.backbone, baselines.grid)
-    for row in trajectories.heads(same.unfused(), baselines.teacher(baselines.grid), [0, 4], 3, "euler"):
+    grid, teacher = baselines.grid, baselines.teacher(baselines.grid)
+    x = torch.cat([trajectories.states[chunk][4]["image"] for chunk in (0, 1)])
+    cond = rows.cond(rows.row_of("any digit").expand(3), "cpu")
+    velocity = lambda x, k: teacher.velocity({"image": x}, grid.u[k].expand(3), cond)["image"]  # noqa: E731
+    first = velocity(x, 4)
+    second = velocity(x + float(grid.h["image"][4]) * first, 5)
+    for row in trajectories.heads(same.unfused(), teacher, [0, 4], 3, "euler"):
         assert row["k"] == [row["n"], row["n"] + 1, row["n"] + 2]
         assert row["error"][0] < 1e-5 < 1e-3 < row["error"][1] < row["error"][2]
+    assert row["error"][1] == pytest.approx(float((first - second).norm() / second.norm()), rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------- partitions
