@@ -190,8 +190,8 @@ def measure(args, config, student, baselines, rows, prompts, space, device, show
     """All figures, and the pictures of every method."""
     from tqdm import tqdm
 
-    from pdd.evaluate import Bench, Endpoints, Trajectories, best, by_blocks, by_tolerance
-    from pdd.report import Pictures, paths
+    from pdd.evaluate import Bench, Endpoints, best, by_blocks, by_tolerance
+    from pdd.report import Pictures
     from pdd.solvers import SOLVERS
     from pdd.student import FusedStudent
 
@@ -201,12 +201,11 @@ def measure(args, config, student, baselines, rows, prompts, space, device, show
     partitions = {("student", k): student.nodes(k, args.force, calibrated=False) for k in steps}
     stored = {int(k) for k in facts.get("calibrated_grid_indices") or {}}
     partitions |= {("calibrated", k): student.nodes(k, args.force) for k in steps if k in stored}
-    starts = student.starts
     widest = grid.pdd_steps if args.force else facts["block_size_max"]
 
     jobs = {key: [by_blocks(fused, grid, nodes)] for key, nodes in partitions.items()}
     jobs |= {(name, k): baselines.solver(name, k) for k in steps for name in SOLVERS}
-    jobs |= {("adaptive", t): [by_tolerance(fused, t, starts, widest)] for t in args.tol}
+    jobs |= {("adaptive", t): [by_tolerance(fused, t, student.starts, widest)] for t in args.tol}
     bar = tqdm(total=len(jobs) + 2, desc="evaluate", unit="method", leave=False, disable=not show)
 
     bench = Bench(rows, prompts, args.num, (args.seed, "evaluation"), args.batch, device)
@@ -224,20 +223,7 @@ def measure(args, config, student, baselines, rows, prompts, space, device, show
             seconds[f"{name} {k}"] = nearest.seconds
         bar.update()
 
-    # along the way, on few samples of their own
-    each = -(-args.trajectories // len(prompts))
-    few = Bench(rows, prompts, each, (args.seed, "trajectories"), CHUNK, device)
-    euler = {k: baselines.solver("euler", k)[0] for k in steps if grid.pdd_steps % k == 0}  # nodes of the fine grid
-    trajectories = Trajectories(few, baselines.fine(), range(grid.pdd_steps + 1) if grid.pdd_steps <= 64 else
-                                {n for nodes in partitions.values() for n in nodes} | set(starts) |
-                                {n for k in euler for n in range(0, grid.pdd_steps + 1, grid.pdd_steps // k)})  # fmt: skip
-    along = {name: {str(k): trajectories.along(by_blocks(fused, grid, nodes)) for (other, k), nodes in partitions.items()
-                    if other == name} for name in ("student", "calibrated")}  # fmt: skip
-    along["euler"] = {str(k): trajectories.along(method, grid.pdd_steps // k) for k, method in euler.items()}
-    shown = 4 if 4 in steps else steps[len(steps) // 2]
-    drawn = paths(trajectories, by_blocks(fused, grid, partitions["student", shown]), euler.get(shown), shown)
-    teacher = baselines.teacher(grid)
-    heads = trajectories.heads(fused.unfused(), teacher, starts[:-1], widest, facts["type_rk"])
+    ways = measure_ways(args, student, fused, baselines, rows, prompts, partitions, widest, device)
     bar.update()
     bar.close()
 
@@ -250,21 +236,47 @@ def measure(args, config, student, baselines, rows, prompts, space, device, show
     fine = {key: value for key, value in endpoints.teacher.figures.items() if key != "endpoint_error"}
     return {
         "student": {"trained_steps": facts["trained_steps"], "pdd_steps": grid.pdd_steps, "block_size_max": widest,
-                    "shift": facts["shift"], "starts": starts[:-1], "teacher": facts["base_model"],
+                    "shift": facts["shift"], "starts": student.starts[:-1], "teacher": facts["base_model"],
                     "guidance": facts["teacher_guidance_scale"]},
         "prompts": prompts,
         "samples_per_prompt": args.num,
-        "trajectory_samples": each * len(prompts),
         "seed": args.seed,
         "reference": "real" if all(p in endpoints.space.real for p in prompts) else "teacher",
         "teacher": fine,
         "steps": table,
         "adaptive": [{"tol": t, **results["adaptive", t]} for t in args.tol],
-        "along": along,
-        "heads": heads,
-        "paths": drawn,
+        **ways,
         "seconds_per_sample": seconds,
     }, pictures  # fmt: skip
+
+
+def measure_ways(args, student, fused, baselines, rows, prompts, partitions, widest, device):
+    """What is measured along trajectories, on few samples of their own noise."""
+    from pdd.evaluate import Bench, Trajectories, by_blocks
+    from pdd.report import paths
+
+    grid = student.grid
+    each = -(-args.trajectories // len(prompts))
+    bench = Bench(rows, prompts, each, (args.seed, "trajectories"), CHUNK, device)
+    steps = [k for name, k in partitions if name == "student"]
+    # Euler on the student's own schedule, where its nodes are nodes of the fine grid
+    strides = {k: grid.pdd_steps // k for k in steps if grid.pdd_steps % k == 0}
+    euler = {k: baselines.solver("euler", k)[0] for k in strides}
+    kept = {node for nodes in partitions.values() for node in nodes} | set(student.starts)
+    kept.update(node for stride in strides.values() for node in range(0, grid.pdd_steps, stride))
+    if grid.pdd_steps <= 64:  # a smooth line in the picture; every state is kept, so a finer grid has fewer
+        kept.update(range(grid.pdd_steps))
+    trajectories = Trajectories(bench, baselines.fine(), kept)
+
+    along = {"student": {}, "calibrated": {}}
+    for (name, k), nodes in partitions.items():
+        along[name][str(k)] = trajectories.along(by_blocks(fused, grid, nodes))
+    along["euler"] = {str(k): trajectories.along(method, strides[k]) for k, method in euler.items()}
+    shown = 4 if 4 in steps else steps[len(steps) // 2]
+    drawn = paths(trajectories, by_blocks(fused, grid, partitions["student", shown]), euler.get(shown), shown)
+    teacher, rule = baselines.teacher(grid), student.facts["type_rk"]
+    heads = trajectories.heads(fused.unfused(), teacher, student.starts[:-1], widest, rule)
+    return {"trajectory_samples": each * len(prompts), "along": along, "heads": heads, "paths": drawn}
 
 
 def decoder(student, config: Config, device):

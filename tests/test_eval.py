@@ -218,6 +218,8 @@ def test_calibration_finds_the_best_two_blocks_and_walks_what_it_says(rows, base
             and entry["error"] <= entry["given_error"]
         )
     assert found[4]["error"] < errors_of_given[4]
+    narrow = calibrate(trajectories, student.unfused(), [2], 4, {2: [0, 1, N]})[2]
+    assert narrow["nodes"] == [0, 4, N], "the only two blocks of at most 4, which were not the best"
 
 
 # ---------------------------------------------------------------------------------------------------- adaptive
