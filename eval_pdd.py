@@ -2,10 +2,10 @@
 
     python eval_pdd.py --steps 1 2 4 8                                  # the newest complete run under runs/
     python eval_pdd.py --steps 2 4 --run runs/mine --calibrate 2 4      # find, and store, better block boundaries
-    torchrun --nproc_per_node 8 eval_pdd.py --steps 4 8 --run runs/mine --features package.module.extract
+    torchrun --nproc_per_node 8 -- eval_pdd.py --steps 4 8 --run runs/mine --features package.module.extract
 
 Every method starts from the same noise, which nothing but the seed decides: the same figures every time, on any number of
-processes. Plain torch: no DeepSpeed. Prompts are looked up in the run's conditioning dataset.
+processes (torchrun needs the ``--``, or it takes --run for its own). Plain torch: no DeepSpeed. Prompts are looked up in the run's conditioning dataset.
 """
 
 from __future__ import annotations
