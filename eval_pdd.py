@@ -5,7 +5,8 @@
     torchrun --nproc_per_node 8 -- eval_pdd.py --steps 4 8 --run runs/mine --features package.module.extract
 
 Every method starts from the same noise, which nothing but the seed decides: the same figures every time, on any number of
-processes (torchrun needs the ``--``, or it takes --run for its own). Plain torch: no DeepSpeed. Prompts are looked up in the run's conditioning dataset.
+processes (torchrun needs the ``--``, or it takes --run for its own). Plain torch: no DeepSpeed. Prompts are looked up in the
+run's conditioning dataset.
 """
 
 from __future__ import annotations

@@ -361,6 +361,14 @@ def test_bad_words_end_with_one_line(warm, baseline, words, said):
     assert code == 2 and re.search(f"^eval_pdd.py: error: .*{said}.*\n$", output), output
 
 
+@pytest.mark.parametrize("words", [("--tol", "0.2", "--steps", "2"), ("--tol", "0.2", "--compare"), ("--tol", "-1")])
+def test_a_tolerance_is_instead_of_steps(warm, baseline, words):
+    code, output = warm("sample", "--run", baseline, *words)
+    assert code == 2 and re.fullmatch(r"sample_pdd.py: error: tol is .*; allowed is 0 or more, without.*\n", output), (
+        output
+    )
+
+
 def test_the_weights_are_left_alone(evaluated, baseline):
     assert all(torch.equal(v, student_weights(evaluated)[k]) for k, v in student_weights(baseline).items())
 
