@@ -2,6 +2,7 @@
 
     python sample_pdd.py --steps 4                                   # the newest complete run under runs/
     python sample_pdd.py --steps 2 --run runs/mine --prompt "any digit" --prompt three --num 8 --seed 1
+    python sample_pdd.py --tol 0.2                                   # as many forwards as the heads' disagreement asks for
     python sample_pdd.py --steps 1 2 4 8 --compare                   # beside its teacher: compare.png, compare.json
     python sample_pdd.py --steps 4 --run runs/high --second runs/low               # two experts, a run each: 2 + 2 forwards
     python sample_pdd.py --steps 24 --run runs/high --second teacher --second_steps 20   # one distilled: 4 + 20
@@ -21,7 +22,13 @@ from pdd.config import Config, ConfigError, Parser, read_yaml, unknown
 
 def parser() -> Parser:
     flags = Parser(description=__doc__)
-    flags.add_argument("--steps", type=int, nargs="+", default=[4], metavar="K", help="forwards per sample (default 4)")
+    flags.add_argument("--steps", type=int, nargs="+", metavar="K", help="forwards per sample (default 4)")
+    flags.add_argument(
+        "--tol",
+        type=float,
+        metavar="T",
+        help="instead of --steps: end a block where its heads part by more than T, such as 0.2",
+    )
     flags.add_argument("--run", help="run folder; the newest complete one under runs/ if not given")
     flags.add_argument(
         "--second",
@@ -96,6 +103,10 @@ def sample(args) -> None:
     for name in ("num", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
+    if args.tol is not None and (args.steps or args.compare or second or args.offload != "none" or not args.tol >= 0):
+        raise ConfigError(
+            f"tol is {args.tol}; allowed is 0 or more, without --steps, --compare, --second and --offload"
+        )
     config = Config(**read_yaml(run / "config.yaml"))
     device = args.device or (
         str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
@@ -112,7 +123,8 @@ def sample(args) -> None:
             where = second / "student" if isinstance(second, Path) else second
             second = read_second(student, where, args.second_steps, dtype=dtype, device=home)
         course = Course(student, second, args.second_steps, args.force)
-        partitions = {steps: course.nodes(steps) for steps in dict.fromkeys(args.steps)}
+        steps = [] if args.tol is not None else args.steps or [4]
+        partitions = {k: course.nodes(k) for k in dict.fromkeys(steps)}
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for steps, walks in partitions.items():
@@ -146,7 +158,7 @@ def sample(args) -> None:
     try:
         pipe = load_student(
             student, text_encoders=False, force=args.force, device=device, second=second, second_steps=args.second_steps,
-            offload=args.offload,
+            offload=args.offload, finished=args.tol is not None,
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -156,8 +168,10 @@ def sample(args) -> None:
     prompts = prompts or [rows.prompts[i] for i in rows.trained[:4]]
     num = args.num or 8
     jobs = [(prompt, i) for prompt in prompts for i in range(num)]
-    for steps in partitions:
-        made, bar = [], tqdm(total=len(jobs), unit="sample", desc=f"{steps} forwards", leave=False)
+    for steps in partitions or [None]:
+        made, taken = [], []
+        name = f"{steps} forwards" if steps else f"tol {args.tol:g}"
+        bar = tqdm(total=len(jobs), unit="sample", desc=name, leave=False)
         hooks = show_progress(bar, pipe, steps)
         for begin in range(0, len(jobs), args.batch):
             chunk = jobs[begin : begin + args.batch]
@@ -167,14 +181,33 @@ def sample(args) -> None:
                 for m, shape in rows.latent_shapes.items()
             }
             cond = rows.cond(torch.tensor([rows.find(prompt) for prompt, _ in chunk]), device)
-            made += call(pipe, student.backbone, cond, initial(eps, course.students[0].grid), steps, guided)
+            state = initial(eps, course.students[0].grid)
+            if steps is None:
+                state, nodes = choose_blocks(student, state, cond, args.tol, args.force)
+                taken += [len(nodes) - 1] * len(chunk)
+            made += call(pipe, student.backbone, cond, state, steps or 1, guided)
             bar.update(len(chunk))
         for hook in hooks:
             hook.remove()
         bar.close()
-        print(
-            f"{steps} forwards: {write(made, jobs, num, out / f'sample-nfe{steps}-seed{args.seed}', pipe, student.backbone)}"
-        )
+        used = f", {sum(taken) / len(taken):.2f} forwards a sample" if taken else ""
+        stem = out / f"sample-{f'nfe{steps}' if steps else f'tol{args.tol:g}'}-seed{args.seed}"
+        print(f"{name}{used}: {write(made, jobs, num, stem, pipe, student.backbone)}")
+
+
+def choose_blocks(student, state, cond, tolerance: float, force: bool) -> tuple[dict, list[int]]:
+    """The end of a batch's adaptive walk, and the nodes that it took."""
+    from pdd.sampling import adaptive
+    from pdd.student import Student, Velocity
+
+    whole = Student(Velocity(student.transformer, student.backbone), student.grid)
+    widest = student.grid.pdd_steps if force else student.facts["block_size_max"]
+    dtypes, nodes = {m: x.dtype for m, x in state.items()}, []
+    for node, state in adaptive(
+        whole, {m: x.float() for m, x in state.items()}, cond, tolerance, student.starts, widest
+    ):
+        nodes.append(node)
+    return {m: x.to(dtypes[m]) for m, x in state.items()}, nodes
 
 
 def second_guidance(args, config: Config, backbone, rows):
@@ -195,7 +228,7 @@ def second_guidance(args, config: Config, backbone, rows):
     return lambda cond: backbone.guide_other(scale, unconditional(cond)) if unconditional else {}
 
 
-def call(pipe, backbone, cond, state, steps: int, guided) -> list:
+def call(pipe, backbone, cond, state, steps: int, guided=lambda cond: {}) -> list:
     """One batch through the stock pipeline: (picture or frames in [0, 1], sound or None) of every sample."""
     decodes = getattr(pipe, "vae", None) is not None
     cond = {column: value.to(pipe.dtype) if value.is_floating_point() else value for column, value in cond.items()}
@@ -223,7 +256,7 @@ def write(made: list, jobs: list, num: int, stem: Path, pipe, backbone) -> Path:
 
     pixels = torch.stack([sample for sample, _ in made])
     middle = pixels if pixels.ndim == 4 else pixels[:, pixels.shape[1] // 2]
-    picture = stem.with_suffix(".png")
+    picture = stem.with_name(stem.name + ".png")
     picture_grid(middle * 2 - 1, num).save(picture)
     if pixels.ndim == 4:
         return picture
@@ -249,18 +282,18 @@ def tile(pipe) -> None:
         )
 
 
-def show_progress(bar, pipe, steps: int) -> list:
+def show_progress(bar, pipe, steps: int | None) -> list:
     """Let the bar say which forward a batch is in, and then how often its decoder was called: once for each tile or frames."""
     counts = {"forward": 0, "decoder call": 0}
 
     def counted(name: str, total: str = ""):
         def hook(module, args) -> None:
-            counts[name] = counts[name] % steps + 1 if total else counts[name] + 1
+            counts[name] = counts[name] % steps + 1 if total and steps else counts[name] + 1
             bar.set_postfix_str(f"{name} {counts[name]}{total}")
 
         return hook
 
-    parts = [(pipe.transformer, counted("forward", f"/{steps}"))]
+    parts = [(pipe.transformer, counted("forward", f"/{steps}" if steps else ""))]
     for name in ("vae", "audio_vae"):
         if (decoder := getattr(getattr(pipe, name, None), "decoder", None)) is not None:
             parts.append((decoder, counted("decoder call")))

@@ -11,15 +11,11 @@ from tqdm import tqdm
 
 from pdd.config import Config
 from pdd.data import Rows
-from pdd.draws import noise
-from pdd.formats import load_transformer
-from pdd.grid import Grid
+from pdd.evaluate import Baselines, Bench, Method, by_blocks, mean
 from pdd.metrics import diversity, endpoint_error, frechet_distance, load_features, vague_prompts
 from pdd.pictures import grid as picture_grid
 from pdd.pictures import table as picture_table
-from pdd.sampling import endpoint, initial
-from pdd.student import FusedStudent, Velocity
-from pdd.teacher import Teacher, unconditional_condition
+from pdd.student import FusedStudent
 
 SHOWN = 8  # samples per cell of the picture
 
@@ -46,63 +42,39 @@ def compare(
         The picture, and ``{"teacher": {...}, "steps": {"1": {...}}, "by_prompt": {prompt: the same}}``. On top stand
         the vague prompts: endpoint error over all their samples, Frechet distance and diversity averaged over them.
     """
-    backbone, grid = student.backbone, student.grid
-    model = (
-        Velocity(load_transformer(config.teacher_dir, torch.float32), backbone).to(device).eval().requires_grad_(False)
-    )
-    uncond = unconditional_condition(config, backbone, rows)
-
-    def teacher(g: Grid) -> Teacher:
-        return Teacher(model, backbone, g, config, uncond)
-
-    shifts = {m: s.shift for m, s in grid.schedules.items()}
-    euler_shifts = [shifts] if set(shifts.values()) == {1.0} else [shifts, dict.fromkeys(shifts, 1.0)]
-    methods: dict[tuple, tuple[Any, Grid, list[int]]] = {
-        ("teacher",): (teacher(grid), grid, list(range(grid.pdd_steps + 1)))
-    }
+    baselines = Baselines(config, rows, student.grid, device)
+    methods: dict[tuple, Method] = {("teacher",): baselines.fine()}
     for steps, nodes in partitions.items():
-        methods["student", steps] = (student, grid, nodes)
-        for i, shift in enumerate(euler_shifts):
-            coarse = Grid(steps, shift, grid.max_t)
-            methods["euler", steps, i] = (teacher(coarse), coarse, list(range(steps + 1)))
+        methods["student", steps] = by_blocks(student, student.grid, nodes)
+        for i, method in enumerate(baselines.solver("euler", steps)):
+            methods["euler", steps, i] = method
 
     vague = vague_prompts(config.teacher_dir)
     prompts = prompts or [p for p in vague if p in rows.prompts] + [
         rows.prompts[i] for i in rows.trained if rows.prompts[i] not in vague
     ]
-    samples: dict[tuple, dict[str, Tensor]] = {}  # method -> prompt -> pictures [num, ...]
-    bar = tqdm(total=len(methods) * len(prompts), desc="compare", unit="set", leave=False)
-    for key, (role, own_grid, nodes) in methods.items():
-        samples[key] = {}
+    bench = Bench(rows, prompts, num, (seed, "compare"), batch, device)
+    samples: dict[tuple, dict[str, dict[str, Tensor]]] = {}  # method -> prompt -> samples [num, D], pictures
+    for key, method in tqdm(methods.items(), desc="compare", unit="method", leave=False):
+        ends = [{m: x.cpu() for m, x in bench.end(chunk, method).items()} for chunk in range(len(bench.chunks))]
+        samples[key] = {prompt: {} for prompt in prompts}
         for p, prompt in enumerate(prompts):
-            parts = []
-            for begin in range(0, num, batch):
-                count = range(begin, min(begin + batch, num))
-                eps = {
-                    m: torch.stack([noise(shape, seed, "compare", p, m, i) for i in count]).to(device)
-                    for m, shape in rows.latent_shapes.items()
-                }
-                cond = rows.cond(torch.full((len(count),), rows.find(prompt)), device)
-                x = endpoint(role.block(cond), initial(eps, own_grid), own_grid, nodes)
-                parts.append(torch.cat([v.flatten(1) for v in x.values()], 1).cpu())
-                if begin == 0:
-                    first = backbone.to_images(x)[:SHOWN].cpu()
-            samples[key][prompt] = {"x": torch.cat(parts), "shown": first}
-            bar.update()
-    bar.close()
+            own = [end for end, (q, _) in zip(ends, bench.chunks) if q == p]
+            x = torch.cat([torch.cat([v.flatten(1) for v in end.values()], 1) for end in own])
+            samples[key][prompt] = {"x": x, "shown": student.backbone.to_images(own[0])[:SHOWN]}
 
     figures = {prompt: _figures({k: v[prompt] for k, v in samples.items()}, prompt, config, rows) for prompt in prompts}
     top = [p for p in prompts if p in vague] or prompts
     pooled = {k: torch.cat([v[p]["x"] for p in top]) for k, v in samples.items()}
-    table = _mean([figures[p] for p in top])
+    table = mean([figures[p] for p in top])
     for steps in partitions:
         row = table["steps"][str(steps)]
         row["endpoint_error"] = endpoint_error(pooled["student", steps], pooled[("teacher",)])
         row["euler_endpoint_error"] = min(
             endpoint_error(x, pooled[("teacher",)]) for key, x in pooled.items() if key[:2] == ("euler", steps)
         )
-    table |= {"prompts": top, "samples_per_prompt": num, "teacher_steps": grid.pdd_steps, "by_prompt": figures}
-    return _picture(samples, prompts, list(partitions), grid.pdd_steps, table), table
+    table |= {"prompts": top, "samples_per_prompt": num, "teacher_steps": student.grid.pdd_steps, "by_prompt": figures}
+    return _picture(samples, prompts, list(partitions), student.grid.pdd_steps, table), table
 
 
 def _figures(samples: dict[tuple, dict[str, Tensor]], prompt: str, config: Config, rows: Rows) -> dict[str, Any]:
@@ -135,13 +107,6 @@ def _figures(samples: dict[tuple, dict[str, Tensor]], prompt: str, config: Confi
             "diversity": spread,
         }
     return out
-
-
-def _mean(figures: list[Any]) -> Any:
-    """Average of equally shaped dicts of numbers; None where one is None."""
-    if isinstance(figures[0], dict):
-        return {k: _mean([f[k] for f in figures]) for k in figures[0]}
-    return None if None in figures else sum(figures) / len(figures)
 
 
 def _picture(samples: dict, prompts: list[str], steps: list[int], fine: int, table: dict) -> Image.Image:

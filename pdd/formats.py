@@ -27,6 +27,7 @@ from pdd.student import widen
 
 CONTRACT = "pdd_config.json"
 MODULAR_INDEX = "modular_model_index.json"
+CALIBRATED = "calibrated_grid_indices"  # contract's entry: number of forwards -> nodes
 
 
 def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transformer") -> nn.Module:
@@ -199,13 +200,17 @@ class LoadedStudent:
     grid: Grid
     facts: dict[str, Any]
 
-    def nodes(self, steps: int, force: bool = False) -> list[int]:
-        """Partition for so many forwards.
+    def nodes(self, steps: int, force: bool = False, calibrated: bool = True) -> list[int]:
+        """Partition for so many forwards: the calibrated one, else that of training, else the balanced one.
+
+        Args:
+            calibrated: False leaves out what ``eval_pdd.py --calibrate`` found.
 
         Raises:
             ValueError: out of range, or a block wider than trained and not ``force``.
         """
-        indices = {int(k): v for k, v in (self.facts["student_grid_indices"] or {}).items()}
+        found = self.facts.get(CALIBRATED) if calibrated else None
+        indices = {int(k): v for k, v in {**(self.facts["student_grid_indices"] or {}), **(found or {})}.items()}
         nodes = partition(self.grid.pdd_steps, steps, indices)
         width, trained = widest_block(nodes), self.facts["block_size_max"]
         if width > trained and not force:
@@ -214,6 +219,15 @@ class LoadedStudent:
                 f"allowed is {self.facts['fewest_steps']} (--force samples it all the same)"
             )
         return nodes
+
+    @property
+    def starts(self) -> list[int]:
+        """Nodes at which training forwards started, and N: where :func:`pdd.sampling.adaptive` may end a block."""
+        indices = {int(k): v for k, v in (self.facts["student_grid_indices"] or {}).items()}
+        stride = self.facts["block_size_min"]
+        if self.facts["rollout_mode"] == "simulate":
+            return partition(self.grid.pdd_steps, self.grid.pdd_steps // stride, indices)
+        return [*range(0, self.grid.pdd_steps, stride), self.grid.pdd_steps]
 
 
 def read_contract(folder: Path) -> dict[str, Any]:

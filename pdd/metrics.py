@@ -121,6 +121,36 @@ def diversity(features: Tensor) -> float:
     return float(torch.pdist(features.double()).mean())
 
 
+def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = 3) -> tuple[float, float]:
+    """Improved precision and recall (Kynkaanniemi et al., arXiv:1904.06991).
+
+    A set's manifold is the union of balls around its points that reach to each one's k-th nearest neighbour in the set.
+    Precision is the share of samples on the reference's manifold, recall the share of the reference on the samples'.
+
+    Args:
+        samples, reference: features ``[n, F]`` and ``[m, F]``; equal counts, or the smaller set's balls are the larger.
+        neighbours: k.
+
+    Raises:
+        ValueError: a set with no k-th neighbour, or sets of different width.
+    """
+    if samples.ndim != 2 or reference.ndim != 2 or samples.shape[1] != reference.shape[1]:
+        raise ValueError(
+            f"precision_recall compares features [n, F], not {list(samples.shape)}, {list(reference.shape)}"
+        )
+    if min(len(samples), len(reference)) <= neighbours:
+        raise ValueError(
+            f"precision_recall needs more than {neighbours} points a set, not {len(samples)}, {len(reference)}"
+        )
+
+    def covered(points: Tensor, of: Tensor) -> float:
+        # column 0 of a set's sorted distances to itself is the point itself
+        radius = _distances(of, of).kthvalue(neighbours + 1, 1).values  # [m]
+        return float((_distances(points, of) <= radius).any(1).double().mean())
+
+    return covered(samples, reference), covered(reference, samples)
+
+
 def endpoint_error(x: Tensor, reference: Tensor) -> float:
     """Relative L2 error ``|x - reference| / |reference|``, one norm over the whole batch; 0 is exact.
 
@@ -135,6 +165,11 @@ def endpoint_error(x: Tensor, reference: Tensor) -> float:
         raise ValueError(f"endpoint_error compares equal shapes, not {list(x.shape)} and {list(reference.shape)}")
     x, reference = x.double(), reference.double()
     return float((x - reference).norm() / reference.norm())
+
+
+def _distances(a: Tensor, b: Tensor) -> Tensor:
+    """Distances ``[n, m]``, without the shortcut over inner products: it would not give 0 for equal points."""
+    return torch.cdist(a.double(), b.double(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:

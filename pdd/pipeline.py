@@ -103,6 +103,7 @@ class PDDScheduler(FlowMatchEulerDiscreteScheduler):
     """
 
     course: Course
+    finished: bool = False  # the latents that the pipeline is given are the end of a walk: it only decodes them
     num_inference_steps: int | None = None  # none before the first set_timesteps
 
     @classmethod
@@ -137,7 +138,10 @@ class PDDScheduler(FlowMatchEulerDiscreteScheduler):
         """
         given = sigmas if sigmas is not None else timesteps
         steps = num_inference_steps if given is None else len(given)
-        walks = list(zip(self.course.students, self.course.nodes(steps)))
+        if self.finished:
+            walks = [(self.course.student, [self.course.student.grid.pdd_steps])]
+        else:
+            walks = list(zip(self.course.students, self.course.nodes(steps)))
         self.blocks = [block for _, nodes in walks for block in zip(nodes, nodes[1:])]  # of every forward
         levels = [next(iter(student.grid.sigma.values()))[nodes] for student, nodes in walks]
         # an expert ends where the next one starts, [K + 1], the last one 0
@@ -154,6 +158,7 @@ class PDDScheduler(FlowMatchEulerDiscreteScheduler):
     def __deepcopy__(self, memo: dict) -> PDDScheduler:
         # pipelines with two modalities copy the scheduler; a copy steps the same course
         other = type(self).of(self.course)
+        other.finished = self.finished
         if self.num_inference_steps is not None:
             other.set_timesteps(self.num_inference_steps, self.timesteps.device)
         return other
@@ -169,6 +174,7 @@ def load_student(
     second: str | Path | LoadedStudent | None = None,
     second_steps: int | None = None,
     offload: str = "none",
+    finished: bool = False,
 ) -> DiffusionPipeline:
     """A trained student as its family's stock pipeline.
 
@@ -184,6 +190,7 @@ def load_student(
         second: where the checkpoint has two experts, the other one's student, likewise; or ``"teacher"``, the checkpoint's own
             one, in Euler steps.
         second_steps: how many of ``num_inference_steps`` are the second one's; half of them, rounded down, if not given.
+        finished: for latents that are the end of another walk: the pipeline decodes them, and the heads are left alone.
         offload: ``model`` keeps in ``device``'s memory the component at work alone, ``sequential`` its layer at work.
 
     Raises:
@@ -197,16 +204,17 @@ def load_student(
         second = read_second(student, second, second_steps, base_model, dtype, home)
     course = Course(student, second, second_steps, force)
     if is_modular(folder):
-        if offload != "none":
-            raise ValueError(
-                f"offload is {offload!r}; allowed is none, {type(student.backbone).__name__} has no ordinary pipeline"
-            )
+        for name, value, allowed in (("offload", offload, "none"), ("finished", finished, False)):
+            if value != allowed:
+                family = type(student.backbone).__name__
+                raise ValueError(f"{name} is {value!r}; allowed is {allowed!r}, {family} has no ordinary pipeline")
         names = ("vae", "audio_vae", *(student.backbone.encoders if text_encoders else ()))
         pipe = student.backbone.modular_pipeline(student, modular_components(folder, names, dtype), force)
     else:
         pipe = ordinary_pipeline(course, folder, dtype, text_encoders)
         scale_noise(pipe, float(next(iter(course.students[0].grid.sigma.values()))[0]))
-    for one in course.students:
+        pipe.scheduler.finished = finished
+    for one in () if finished else course.students:
         use_heads(pipe, one, device)
     {
         "none": pipe.to,

@@ -141,6 +141,12 @@ class FusedStudent:
         for m, head in self.backbone.heads.items():
             self.model.transformer.set_submodule(head.module, self.linear(m, start, end))
 
+    def unfused(self) -> Student:
+        """Put the banks back and give the student that is read through plans, until the next :meth:`place`."""
+        for m, head in self.backbone.heads.items():
+            self.model.transformer.set_submodule(head.module, self.banks[m])
+        return Student(self.model, self.grid)
+
     def block(self, cond: dict[str, Tensor]) -> Callable[[State, int, int], State]:
         """``predict(state, start, end)`` for :func:`pdd.sampling.walk`."""
 

@@ -64,8 +64,8 @@ import io, json, os, sys, tempfile, traceback
 sys.path.insert(0, os.getcwd())
 import deepspeed, diffusers, datasets, torch
 import deepspeed.runtime.zero.muon.muon_optimizer  # or every child imports half of the compiler for it
-import pdd.compare, pdd.engine, pdd.formats, pdd.objective, pdd.validation
-import encode_prompts, sample_pdd, train_pdd
+import pdd.compare, pdd.engine, pdd.formats, pdd.objective, pdd.report, pdd.validation
+import encode_prompts, eval_pdd, sample_pdd, train_pdd
 from diffusers import SD3Transformer2DModel
 torch.set_num_threads(1)
 print("ready", flush=True)
@@ -83,7 +83,7 @@ for request in sys.stdin:
                 code = 1
                 try:
                     exec(prelude)
-                    scripts = {"train": train_pdd, "sample": sample_pdd, "encode": encode_prompts}
+                    scripts = {"train": train_pdd, "sample": sample_pdd, "eval": eval_pdd, "encode": encode_prompts}
                     code = scripts[script].main(argv)
                 except SystemExit as leaving:
                     code = leaving.code or 0
@@ -95,6 +95,7 @@ for request in sys.stdin:
         code = max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
         output.seek(0)
         print(json.dumps([code, output.read()]), flush=True)
+os._exit(0)  # taking all of it down in order would take seconds
 """
 
 

@@ -56,6 +56,14 @@ def test_sampling_decodes_to_files(name, warm, tmp_path):
     assert code == 0, output
     picture = Image.open(run / "sample-nfe2-seed0.png")
     assert picture.size[0] > picture.size[1] * 0.5 and np.asarray(picture).std() > 1
+
+    # tolerance 0 stops at every node that training started from, which are those of four blocks
+    for flag in (("--steps", "4"), ("--tol", "0")):
+        code, output = warm("sample", "--run", run, *flag, "--num", "2", "--batch", "2")
+        assert code == 0 and (flag[0] == "--steps" or "4.00 forwards a sample" in output), output
+    four, chosen = (np.asarray(Image.open(run / f"sample-{kind}-seed0.png")).astype(int) for kind in ("nfe4", "tol0"))
+    assert four.shape == chosen.shape and abs(four - chosen).max() <= 2
+
     videos = sorted((run / "sample-nfe2-seed0").glob("*.mp4"))
     if backbone.frame_rate == 0:
         assert not videos
@@ -66,3 +74,9 @@ def test_sampling_decodes_to_files(name, warm, tmp_path):
         assert frames == size.num_frames
         assert bool(container.streams.audio) == ("audio" in backbone.modalities)
     assert len(list((run / "sample-nfe2-seed0").glob("*.wav"))) == (4 if "audio" in backbone.modalities else 0)
+
+    code, output = warm("eval", "--run", run, "--steps", "2", "--num", "2", "--trajectories", "2", "--tol")
+    assert code == 0, output
+    page = (run / "report.html").read_text()
+    assert page.count("<img") == page.count("<video") == 6  # teacher, student, Euler of two prompts
+    assert page.count("<video controls") == 6 * ("audio" in backbone.modalities), "with sound, nothing plays by itself"
