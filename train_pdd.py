@@ -44,9 +44,10 @@ def train(argv: list[str]) -> int:
 
     from pdd.backbones import read_backbone
     from pdd.data import Rows
-    from pdd.engine import Engine, Processes, StopSignal, fill_ds_config, freeze, read_ds_config
-    from pdd.formats import contract, load_transformer, save_student
+    from pdd.engine import Engine, Processes, SharedTeacher, StopSignal, fill_ds_config, freeze, read_ds_config
+    from pdd.formats import contract, empty_transformer, load_transformer, save_adapters, save_student
     from pdd.grid import Grid
+    from pdd.lora import add_adapters, targeted, trained_parts
     from pdd.objective import Objective
     from pdd.pictures import grid as picture_grid
     from pdd.student import Student, Velocity, head_parameters, widen
@@ -61,6 +62,8 @@ def train(argv: list[str]) -> int:
         for scale in scales.values() if isinstance(scales, dict) else [scales]:
             backbone.check_guidance(scale)
         backbone.check_skip(config.uncond_skip_layer)
+        if config.lora_rank:
+            targeted(empty_transformer(backbone.config), backbone, config.lora_targets)
         grid = Grid(config.pdd_steps, shifts(config, backbone), config.grid_max_t)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -85,21 +88,22 @@ def train(argv: list[str]) -> int:
         dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
 
         try:
-            base = load_transformer(config.teacher_dir, dtype)
-            transformer = widen(load_transformer(config.teacher_dir, dtype), backbone, config.pdd_steps)
+            transformer = load_transformer(config.teacher_dir, dtype)
+            base = None if config.lora_rank else load_transformer(config.teacher_dir, dtype)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        transformer = widen(transformer, backbone, config.pdd_steps, keep_base=bool(config.lora_rank))
+        if config.lora_rank:
+            add_adapters(transformer, backbone, config.lora_targets, config.lora_rank, config.alpha, config.seed)
         if config.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
-        teacher_model = freeze(Velocity(base, backbone), ds_config, processes.device)
-        engine = Engine(
-            Velocity(transformer, backbone),
-            head_parameters(transformer),
-            ds_config,
-            config.ema_decay,
-            config.ema_start_step,
-        )
-        student = Student(engine, grid)
+        model = Velocity(transformer, backbone)
+        if config.lora_rank:  # one copy of the weights for both roles
+            teacher_model = SharedTeacher(model)
+        else:
+            teacher_model = freeze(Velocity(base, backbone), ds_config, processes.device)
+        engine = Engine(model, head_parameters(transformer), ds_config, config.ema_decay, config.ema_start_step)
+        student = Student(model, grid)
         teacher = Teacher(teacher_model, backbone, grid, *guidance(config, unconditional))
         objective = Objective(config, grid, student, teacher, rows, processes.rank, processes.world, processes.device)
         validator = Validator(config, grid, backbone, rows, processes) if config.validation_every else None
@@ -127,7 +131,7 @@ def train(argv: list[str]) -> int:
             began = time.perf_counter()
             engine.set_learning_rates(*config.learning_rates(step))
             for round in range(config.gradient_accumulation_steps):
-                losses, facts = objective(step, round)
+                losses, facts = engine(objective, step, round)
                 engine.backward_and_step(losses.total)
                 meter.add(losses, facts)
             step += 1
@@ -145,7 +149,7 @@ def train(argv: list[str]) -> int:
                 monitor(engine, line, step)
             if validator and (step % config.validation_every == 0 or step == config.max_train_steps):
                 with engine.averaged():
-                    errors = validator(student, teacher, folder, step)
+                    errors = engine(validator, student, teacher, folder, step)
                 line = {f"validation_endpoint_error_{nfe}": error for nfe, error in errors.items()}
                 if first:
                     log.write(step=step, **line)
@@ -168,12 +172,19 @@ def train(argv: list[str]) -> int:
         stored = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
             config.export_dtype
         ]
-        weights = engine.whole_weights(stored)
+        weights = engine.whole_weights(stored, trained_only=bool(config.lora_rank))
         if first:
             weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-            save_student(
-                folder / "student", backbone, weights, contract(config, grid, backbone, step, engine.has_average)
-            )
+            facts = contract(config, grid, backbone, step, engine.has_average)
+            if not config.lora_rank:
+                save_student(folder / "student", backbone, weights, facts)
+            else:
+                adapters, heads = trained_parts(transformer, backbone, weights, config.lora_targets)
+                if config.export_merged:
+                    base = load_transformer(config.teacher_dir, stored or dtype)
+                    save_student(folder / "student", backbone, adapters.merged(base) | heads, facts)
+                else:
+                    save_adapters(folder / "student", backbone, adapters, heads, facts)
             print(f"student written to {folder / 'student'}", flush=True)
     return 0
 

@@ -103,7 +103,7 @@ def load_student(
     Raises:
         ValueError: no student there, or no teacher.
     """
-    student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, device)
+    student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, device, base_model)
     folder = model_folder(str(base_model or student.facts["base_model"]), *(EVERYTHING if text_encoders else BUT_TEXT))
     index = read_json(folder / "model_index.json")
     parts: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from pdd.config import KNOBS, ROOT, Config, ConfigError, read_yaml
 
 RUNS = Path("runs")
 DEFAULT_RECIPE = "recipes/digits.yaml"
-PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "datasets", "einops", "numpy", "safetensors")
+PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "datasets", "peft", "einops", "numpy", "safetensors")
 
 
 def is_complete(run: Path) -> bool:

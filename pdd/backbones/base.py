@@ -59,6 +59,8 @@ class Backbone:
     columns: tuple[str, ...]  # conditioning columns, each one an argument of the transformer
     frame_rate = 0.0  # frames per second of a family's videos
     blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
+    # linears that lora_targets names by default, by the ends of their names: attention and feed-forward
+    lora_targets = "to_q,to_k,to_v,to_out.0,ff.net.0.proj,ff.net.2"
     batched_guidance = True  # may conditional and unconditional samples share one forward?
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
