@@ -198,9 +198,17 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
         self.call: Callable[[], Any]  # there during a forward
+        if any(not p.requires_grad for p in model.parameters()):
+            self.register_state_dict_post_hook(drop_buffers)
 
     def forward(self) -> tuple[Any]:
         return (self.call(),)  # DeepSpeed's hooks know what to do with a tuple
+
+
+def drop_buffers(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
+    """Leaves the teacher's position tables, which can be large, out of the checkpoints of a backbone that is frozen."""
+    for name, _ in module.named_buffers():
+        state.pop(prefix + name, None)
 
 
 class Engine:

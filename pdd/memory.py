@@ -11,6 +11,7 @@ from pdd.config import Config
 from pdd.data import Rows
 from pdd.formats import empty_transformer
 from pdd.grid import Grid
+from pdd.lora import add_adapters
 from pdd.student import Student, Velocity, head_parameters, widen
 
 
@@ -20,7 +21,7 @@ def estimate(
     """Bytes per rank, and counts of parameters.
 
     Model states follow from the ZeRO stage: weights and gradients in the model's dtype, float32 masters, Adam's two
-    averages and the weight average. Activations are what autograd saves in one student forward, found by running it on
+    averages and the weight average. With adapters the student adds to the teacher's weights only what is trained. Activations are what autograd saves in one student forward, found by running it on
     meta tensors; with gradient checkpointing, the recomputation of one block comes on top. Not counted: buffers of
     collectives, fragmentation, the teacher's transient activations.
     """
@@ -32,9 +33,11 @@ def estimate(
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
     base = sum(p.numel() for p in transformer.parameters())
-    transformer = widen(transformer, backbone, config.pdd_steps).to("meta")
+    transformer = widen(transformer, backbone, config.pdd_steps, keep_base=bool(config.lora_rank)).to("meta")
+    if config.lora_rank:
+        add_adapters(transformer, backbone, config.lora_targets, config.lora_rank, config.alpha, config.seed)
     heads = sum(p.numel() for p in head_parameters(transformer))
-    trained = sum(p.numel() for p in transformer.parameters())
+    trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
 
     def share(sharded: bool) -> int:
         return ranks if sharded else 1
@@ -44,6 +47,7 @@ def estimate(
     out = {
         "parameters": base,
         "head_parameters": heads,
+        "trained_parameters": trained,
         "weights": size * trained // share(stage == 3),
         "gradients": size * trained // share(stage >= 2),
         "optimizer": masters * trained // share(stage >= 1),
@@ -58,7 +62,8 @@ def activations(config: Config, transformer: torch.nn.Module, backbone: Backbone
     batch = config.train_micro_batch_size_per_gpu
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
-    transformer.train()
+    if not config.lora_rank:
+        transformer.train()
     state = {m: torch.empty(batch, *shape, device="meta") for m, shape in rows.latent_shapes.items()}
     cond = rows.cond(torch.tensor(rows.trained[:1]), "cpu")
     cond = {c: v.expand(batch, *v.shape[1:]) for c, v in cond.items()}
@@ -85,7 +90,8 @@ def activations(config: Config, transformer: torch.nn.Module, backbone: Backbone
 def report(figures: dict[str, int], ranks: int) -> str:
     """The estimate as text."""
     counts = (
-        f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads; per rank of {ranks}:"
+        f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads, "
+        f"{figures['trained_parameters']:,} trained; per rank of {ranks}:"
     )
     names = ("weights", "gradients", "optimizer", "teacher", "activations", "total")
     return "\n".join([counts, *(f"{name:>12} {readable(figures[name]):>12}" for name in names)])
