@@ -467,9 +467,7 @@ class Engine:
                 f"not {dist.get_world_size()}"
             )
         # what is frozen is not there; it has been read from the teacher
-        path, _ = self.deepspeed.load_checkpoint(
-            str(run / "checkpoints"), tag=name, load_module_strict=not self.frozen
-        )
+        path, _ = self.deepspeed.load_checkpoint(str(run / "checkpoints"), tag=name, load_module_strict=not self.frozen)
         if path is None:
             raise ConfigError(f"checkpoint {str(folder)!r} cannot be loaded by DeepSpeed")
         self.updates = facts["step"]

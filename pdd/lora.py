@@ -41,7 +41,9 @@ def targeted(transformer: nn.Module, backbone: Backbone, lora_targets: str) -> l
             # what tells linears of a block apart: the ends of their names, after the block's number
             ends = {".".join(name.split(".")[-i:]) for name in linears for i in (1, 2, 3)}
             near = difflib.get_close_matches(target, sorted(ends), 3, 0.0)
-            raise ValueError(f"lora_targets names {target!r}, which is no linear but the heads; near are {', '.join(near)}")
+            raise ValueError(
+                f"lora_targets names {target!r}, which is no linear but the heads; near are {', '.join(near)}"
+            )
     chosen = {name for names in hits.values() for name in names}
     return [name for name in linears if name in chosen]
 
