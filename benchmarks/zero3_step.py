@@ -1,7 +1,7 @@
 """What one root forward a round is worth under ZeRO-3: the same rounds in one call of the engine and in a call per forward.
 
     python benchmarks/zero3_step.py                 # two CPU ranks, about two minutes; --json prints one JSON object
-    python benchmarks/zero3_step.py --layers 12 --width 768 --ranks 2
+    python benchmarks/zero3_step.py --layers 12 --width 768
 
 Every case has engines of its own in the same processes, and their steps take turns, so that what else the machine does
 hits all of them alike; a step is loss, backward and update. Times are medians; the ratio is what to read.
@@ -36,8 +36,8 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_argument("--layers", type=int, default=6)
-    flags.add_argument("--width", type=int, default=384, help="a multiple of 64")
-    flags.add_argument("--steps", type=int, default=7, help="timed steps a case")
+    flags.add_argument("--width", type=int, default=256, help="a multiple of 64")
+    flags.add_argument("--steps", type=int, default=5, help="timed steps a case")
     flags.add_argument("--ranks", type=int, default=2)
     flags.add_argument("--out", help=argparse.SUPPRESS)  # the ranks' own
     args = flags.parse_args()
@@ -49,14 +49,11 @@ def main() -> None:
         listener.close()
         place = {"WORLD_SIZE": args.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         command = [sys.executable, __file__, *sys.argv[1:], "--out", f"{folder}/figures.json"]
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, "DS_ACCELERATOR": "cpu", **{k: str(v) for k, v in {**place, "RANK": r, "LOCAL_RANK": r}.items()}},
-                stdout=sys.stderr,
-            )
-            for r in range(args.ranks)
-        ]  # fmt: skip
+        ranks = []
+        for rank in range(args.ranks):
+            own = {k: str(v) for k, v in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu", **own}
+            ranks.append(subprocess.Popen(command, env=environment, stdout=sys.stderr))
         if any([rank.wait() for rank in ranks]):
             sys.exit("a rank failed")
         figures = json.loads(Path(folder, "figures.json").read_text())

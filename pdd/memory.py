@@ -21,9 +21,10 @@ def estimate(
     """Bytes per rank, and counts of parameters.
 
     Model states follow from the ZeRO stage: weights and gradients in the model's dtype, float32 masters, Adam's two
-    averages and the weight average. With adapters the student adds to the teacher's weights only what is trained. Activations are what autograd saves in one student forward, found by running it on
-    meta tensors; with gradient checkpointing, the recomputation of one block comes on top. Not counted: buffers of
-    collectives, fragmentation, the teacher's transient activations.
+    averages and the weight average. With adapters the student adds to the teacher's weights only what is trained.
+    Activations are what autograd saves in one student forward, found by running it on meta tensors; with gradient
+    checkpointing, the recomputation of one block comes on top. Not counted: buffers of collectives, fragmentation, the
+    teacher's transient activations.
     """
     stage = ds_config.get("zero_optimization", {}).get("stage", 0)
     half = bool(ds_config.get("bf16", {}).get("enabled"))
