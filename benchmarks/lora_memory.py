@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SIZES = {"tiny": (2, 128), "large": (12, 896)}  # layers, width
+SIZES = {"tiny": (2, 128), "large": (8, 832)}  # layers, width
 RANK = 16
 
 
