@@ -46,8 +46,9 @@ def train(argv: list[str]) -> int:
 
     from pdd.backbones import read_backbone
     from pdd.data import Rows
-    from pdd.engine import Engine, Processes, StopSignal, fill_ds_config, freeze, read_ds_config
-    from pdd.formats import contract, load_transformer, save_student
+    from pdd.engine import Engine, Processes, SharedTeacher, StopSignal, fill_ds_config, freeze, read_ds_config
+    from pdd.formats import contract, empty_transformer, load_transformer, save_adapters, save_student
+    from pdd.lora import add_adapters, targeted, trained_parts
     from pdd.objective import Objective
     from pdd.pictures import grid as picture_grid
     from pdd.prompts import is_table
@@ -61,6 +62,8 @@ def train(argv: list[str]) -> int:
         backbone = read_backbone(config.teacher_dir, config.size)
         backbone.choose(config.expert)
         backbone.weaker(config)
+        if config.lora_rank:
+            targeted(empty_transformer(backbone.config), backbone, config.lora_targets)
         grid = backbone.grid(config.pdd_steps, shifts(config, backbone), config.grid_max_t)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -90,22 +93,22 @@ def train(argv: list[str]) -> int:
         dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
 
         try:
-            base = load_transformer(config.teacher_dir, dtype, backbone.component)
             transformer = load_transformer(config.teacher_dir, dtype, backbone.component)
-            transformer = widen(transformer, backbone, config.pdd_steps)
+            base = None if config.lora_rank else load_transformer(config.teacher_dir, dtype, backbone.component)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        transformer = widen(transformer, backbone, config.pdd_steps, keep_base=bool(config.lora_rank))
+        if config.lora_rank:
+            add_adapters(transformer, backbone, config.lora_targets, config.lora_rank, config.alpha, config.seed)
         if config.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
-        teacher_model = freeze(Velocity(base, backbone), ds_config, processes.device)
-        engine = Engine(
-            Velocity(transformer, backbone),
-            head_parameters(transformer),
-            ds_config,
-            config.ema_decay,
-            config.ema_start_step,
-        )
-        student = Student(engine, grid)
+        model = Velocity(transformer, backbone)
+        if config.lora_rank:  # one copy of the weights for both roles
+            teacher_model = SharedTeacher(model)
+        else:
+            teacher_model = freeze(Velocity(base, backbone), ds_config, processes.device)
+        engine = Engine(model, head_parameters(transformer), ds_config, config.ema_decay, config.ema_start_step)
+        student = Student(model, grid)
         teacher = Teacher(teacher_model, backbone, grid, config, unconditional)
         objective = Objective(config, grid, student, teacher, rows, processes.rank, processes.world, processes.device)
         validator = Validator(config, grid, backbone, rows, processes) if config.validation_every else None
@@ -143,7 +146,7 @@ def train(argv: list[str]) -> int:
             engine.set_learning_rates(*config.learning_rates(step))
             before = objective.carry and list(objective.carry.slots)
             for round in range(config.gradient_accumulation_steps):
-                losses, facts = objective(step, round)
+                losses, facts = engine(objective, step, round)
                 meter.add(losses, facts)
                 applied = engine.backward_and_step(losses.total)
             step += 1
@@ -180,7 +183,7 @@ def train(argv: list[str]) -> int:
                 monitor(engine, line, step)
             if validator and (step % config.validation_every == 0 or step == config.max_train_steps):
                 with engine.averaged():
-                    errors = validator(student, teacher, folder, step)
+                    errors = engine(validator, student, teacher, folder, step)
                 line = {f"validation_endpoint_error_{nfe}": error for nfe, error in errors.items()}
                 if first:
                     log.write(step=step, **line)
@@ -204,13 +207,20 @@ def train(argv: list[str]) -> int:
         stored = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
             config.export_dtype
         ]
-        weights = engine.whole_weights(stored)
+        weights = engine.whole_weights(stored, trained_only=bool(config.lora_rank))
         if first:
             weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+            facts = contract(config, grid, backbone, step, engine.has_average)
             try:
-                save_student(
-                    folder / "student", backbone, weights, contract(config, grid, backbone, step, engine.has_average)
-                )
+                if not config.lora_rank:
+                    save_student(folder / "student", backbone, weights, facts)
+                else:
+                    adapters, heads = trained_parts(transformer, backbone, weights, config.lora_targets)
+                    if config.export_merged:
+                        base = load_transformer(config.teacher_dir, stored or dtype, backbone.component)
+                        save_student(folder / "student", backbone, adapters.merged(base) | heads, facts)
+                    else:
+                        save_adapters(folder / "student", backbone, adapters, heads, facts)
             except OSError as error:
                 print(
                     f"train_pdd.py: error: the student cannot be written: {error}; --resume writes it", file=sys.stderr

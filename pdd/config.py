@@ -143,8 +143,12 @@ class Optimization:
     train_micro_batch_size_per_gpu: int = knob(1, "batch of one forward", "samples per rank")
     gradient_accumulation_steps: int = knob(1, "forwards per update; each carries its own trajectories")
     max_train_steps: int = knob(1000, "length of the run", "updates")
-    learning_rate: float = knob(1e-5, "learning rate of the backbone")
-    head_learning_rate: float | None = knob(None, "learning rate of the heads; learning_rate if not given")
+    learning_rate: float | None = knob(
+        None, "learning rate of the backbone, or of its adapters; 1e-5, or 1e-4 of adapters, if not given"
+    )
+    head_learning_rate: float | None = knob(
+        None, "learning rate of the heads; learning_rate, or 1e-5 beside adapters, if not given"
+    )
     lr_scheduler: str = knob("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
     warmup_steps: int = knob(0, "linear warm-up of the learning rates", "updates")
     betas: list = knob([0.9, 0.999], "AdamW's two averages")
@@ -153,6 +157,24 @@ class Optimization:
     ema_decay: float = knob(0.0, "decay of the weight average that validation and the student then use; 0 keeps none")
     ema_start_step: int = knob(0, "the average restarts from the weights until here", "updates")
     gradient_checkpointing: bool = knob(False, "recompute the backbone's activations in backward")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """low-rank adapters instead of full training"""
+
+    lora_rank: int = knob(
+        0, "rank of adapters on a frozen backbone that is teacher and student at once; 0 trains all of a student beside its "
+        "teacher", fixed=True,
+    )  # fmt: skip
+    lora_alpha: int | None = knob(
+        None, "adapters enter times lora_alpha / lora_rank; lora_rank if not given", fixed=True
+    )
+    lora_targets: str = knob(
+        "", "linears with an adapter: ends of their names, separated by commas; the family's attention and feed-forward ones if "
+        "not given", fixed=True,
+    )  # fmt: skip
+    export_merged: bool = knob(False, "write the student as a whole transformer with its adapters merged in")
 
 
 @dataclass(frozen=True)
@@ -180,11 +202,11 @@ class Run:
     export_dtype: str = knob("auto", "student's weights on disk", choices=("auto", "fp32", "bf16", "fp16"))
 
 
-SECTIONS = (Model, Method, Guidance, Data, Optimization, Run)
+SECTIONS = (Model, Method, Guidance, Data, Optimization, Lora, Run)
 
 
 @dataclass(frozen=True)
-class Config(Run, Optimization, Data, Guidance, Method, Model):
+class Config(Run, Lora, Optimization, Data, Guidance, Method, Model):
     """All knobs of a training run; the sections above are only for reading."""
 
     def __post_init__(self) -> None:
@@ -209,7 +231,7 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
                      "gradient_accumulation_steps", "max_train_steps", "keep_last", "log_every", "validation_num"):  # fmt: skip
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
         for name in ("warmup_steps", "weight_decay", "gradient_clipping", "ema_start_step", "stop_after", "dry_run", "save_every",
-                     "max_bad_steps", "validation_every", "seed"):  # fmt: skip
+                     "max_bad_steps", "validation_every", "seed", "lora_rank"):  # fmt: skip
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("learning_rate", "head_learning_rate"):
             value = getattr(self, name)
@@ -233,6 +255,11 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
             len(self.betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in self.betas),
             "betas", self.betas, "two numbers of at least 0 and less than 1",
         )  # fmt: skip
+        for name in ("lora_alpha", "lora_targets", "export_merged"):
+            idle = not self.lora_rank and bool(getattr(self, name))
+            require(not idle, name, getattr(self, name), "none where lora_rank is 0, which trains without adapters")
+        # serving programs want a whole number
+        require(self.lora_alpha is None or self.lora_alpha >= 1, "lora_alpha", self.lora_alpha, "an integer >= 1")
         self._check_guidance()
         self._check_blocks()
 
@@ -329,11 +356,24 @@ class Config(Run, Optimization, Data, Guidance, Method, Model):
             return resolve(self.data)
         return self.teacher_dir / ("latents" if self.needs_latents else "conditioning")
 
+    @property
+    def peak_learning_rates(self) -> tuple[float, float]:
+        """Learning rates of backbone (or adapters) and heads after the warm-up; what is not given is as in public trainers."""
+        backbone = (1e-4 if self.lora_rank else 1e-5) if self.learning_rate is None else self.learning_rate
+        if self.head_learning_rate is not None:
+            return backbone, self.head_learning_rate
+        return backbone, 1e-5 if self.lora_rank else backbone
+
     def learning_rates(self, step: int) -> tuple[float, float]:
         """Learning rates of backbone and heads for the update at 0-based ``step``: warm-up, then the schedule."""
         factor = lr_factor(step, self.warmup_steps, self.max_train_steps, self.lr_scheduler)
-        heads = self.learning_rate if self.head_learning_rate is None else self.head_learning_rate
-        return self.learning_rate * factor, heads * factor
+        backbone, heads = self.peak_learning_rates
+        return backbone * factor, heads * factor
+
+    @property
+    def alpha(self) -> int:
+        """``lora_alpha``, or what stands for it."""
+        return self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)

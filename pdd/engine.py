@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def fill_ds_config(ds_config: dict[str, Any], config: Config, world: int, on_acc
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": rounds,
         "gradient_clipping": config.gradient_clipping,
-        "optimizer.params.lr": config.learning_rate,
+        "optimizer.params.lr": config.peak_learning_rates[0],
         "optimizer.params.betas": config.betas,
         "optimizer.params.weight_decay": config.weight_decay,
     }
@@ -190,11 +191,28 @@ class StopSignal:
 # ---------------------------------------------------------------------------------------------- the two roles
 
 
+class Root(nn.Module):
+    """What DeepSpeed takes for the model: its forward is whatever is to happen in one round of training.
+
+    ZeRO-3 prefetches along a trace of the modules that run between two forwards of the root. A round calls the model
+    more than once (in LoRA mode the teacher is the same model); as forwards of their own they would be traces of their
+    own and throw each other away, inside one they are one.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.call: Callable[[], Any]  # there during a forward
+
+    def forward(self) -> tuple[Any]:
+        return (self.call(),)  # DeepSpeed's hooks know what to do with a tuple
+
+
 class Engine:
     """The student under DeepSpeed: updates, weight average, checkpoints, whole weights.
 
     Args:
-        model: the student's root module, widened.
+        model: the student, widened; what is frozen in it is in no checkpoint.
         heads: its parameters that have the heads' learning rate.
         ds_config: filled, see :func:`fill_ds_config`.
         ema_decay, ema_start_step: the knobs; decay 0 keeps no average.
@@ -219,7 +237,7 @@ class Engine:
         ]
         self.group_names = [g["name"] for g in groups if g["params"]]
         self.deepspeed, *_ = deepspeed.initialize(
-            model=model, model_parameters=[g for g in groups if g["params"]], config=ds_config
+            model=Root(model), model_parameters=[g for g in groups if g["params"]], config=ds_config
         )
         self.module = model
         self.updates = 0
@@ -240,8 +258,17 @@ class Engine:
     def stage(self) -> int:
         return self.deepspeed.zero_optimization_stage()
 
-    def __call__(self, *args: Any) -> Any:
-        return self.deepspeed(*args)
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, in which the model may be called as often as needed; the model runs nowhere else.
+
+        A loss with gradient must be in the (nested) tuple or dict that it returns, and be taken from there.
+        """
+        root = self.deepspeed.module
+        root.call = partial(function, *args)
+        try:
+            return self.deepspeed()[0]
+        finally:
+            del root.call
 
     def set_learning_rates(self, backbone: float, heads: float) -> None:
         rates = {"backbone": backbone, "heads": heads}
@@ -373,17 +400,20 @@ class Engine:
 
     # -- whole weights --------------------------------------------------------------------------------
 
-    def whole_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    def whole_weights(self, dtype: torch.dtype | None, trained_only: bool = False) -> dict[str, Tensor]:
         """The trained model as one state dict on rank 0, empty elsewhere; the average if there is one. Collective.
 
         Args:
             dtype: of floating weights; None keeps each parameter's own.
+            trained_only: leave out frozen parameters and buffers.
         """
         source, out = self._source(), {}
-        persistent = set(self.module.state_dict())
+        persistent = set() if trained_only else set(self.module.state_dict())
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 full = self._full(parameter, source)
+            elif trained_only:
+                continue
             elif hasattr(parameter, "ds_id"):
                 from deepspeed.runtime.zero import GatheredParameters
 
@@ -642,3 +672,33 @@ def freeze(model: nn.Module, ds_config: dict[str, Any], device: torch.device) ->
     zero = {k: v for k, v in frozen["zero_optimization"].items() if k != "offload_optimizer"}
     engine, *_ = deepspeed.initialize(model=model, config={**frozen, "zero_optimization": zero})
     return engine
+
+
+class SharedTeacher:
+    """The teacher inside a student with adapters: the same weights, the adapters off, the base heads.
+
+    Args:
+        model: the student; its forwards, and these, belong inside one call of its engine.
+    """
+
+    def __init__(self, model: nn.Module):
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self.model = model
+        self.adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+    def __call__(self, *args: Any) -> Any:
+        """A forward without gradient. The student's own, whose backward is still to come, is left as it was."""
+        # ZeRO-3 counts in every module the inputs whose gradient it waits for before it lets the weights go in backward,
+        # and starts to count anew at each forward: the backbone would stay whole until the end of backward
+        counted = [(m, m.ds_grads_remaining) for m in self.model.modules() if hasattr(m, "ds_grads_remaining")]
+        for module in self.adapted:
+            module.enable_adapters(False)
+        try:
+            with torch.no_grad():
+                return self.model(*args)
+        finally:
+            for module in self.adapted:
+                module.enable_adapters(True)
+            for module, count in counted:
+                module.ds_grads_remaining = count

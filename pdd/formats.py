@@ -1,12 +1,15 @@
 """Reading and writing students.
 
 Our own format is two things side by side: ``transformer/``, the widened transformer as Diffusers saves one, with
-``pdd_steps`` in its configuration and heads ``[N, out, in]``; and ``pdd_config.json``, the sampling contract.
+``pdd_steps`` in its configuration and heads ``[N, out, in]``; and ``pdd_config.json``, the sampling contract. A student
+trained with adapters has, in the place of the transformer, the adapters as Diffusers saves and loads them and the heads
+``[N, out, in]`` under the base head's names; the rest is its base model's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,18 +19,22 @@ import diffusers
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pdd.backbones import EXPERTS, Backbone, Size, backbone_for, read_backbone, read_json
 from pdd.config import Config, model_folder
 from pdd.grid import Grid, fewest_blocks, partition, widest_block
+from pdd.heads import ParallelHead
+from pdd.lora import Adapters
 from pdd.run import write_json
 from pdd.student import widen
 
 CONTRACT = "pdd_config.json"
 MODULAR_INDEX = "modular_model_index.json"
 CALIBRATED = "calibrated_grid_indices"  # contract's entry: number of forwards -> nodes
+ADAPTERS = "pytorch_lora_weights.safetensors"  # the name that Diffusers looks for
+HEADS = "pdd_heads.safetensors"
 
 
 def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transformer") -> nn.Module:
@@ -191,14 +198,80 @@ def save_student(folder: Path, backbone: Backbone, weights: dict[str, Tensor], f
     write_json(folder / CONTRACT, facts)
 
 
+def save_adapters(
+    folder: Path, backbone: Backbone, adapters: Adapters, heads: dict[str, Tensor], facts: dict[str, Any]
+) -> None:
+    """Write a student of adapters and heads; ``pdd_config.json`` comes last, so that a folder which has it is whole.
+
+    Args:
+        folder: to be created.
+        heads: ``<head>.weight`` ``[N, out, in]`` and ``<head>.bias`` ``[N, out]`` of every modality.
+        facts: the contract, to which the adapters' own facts are added.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or of a wrong shape (a size-0 shard, for example).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = {"lora_rank": adapters.rank, "lora_alpha": adapters.alpha, "lora_targets": adapters.targets}
+    known = {f"transformer.{k}": v for k, v in adapters.config().items()}
+    # strings for other programs; without the alpha one would take it for the rank, or for 1
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(known), **{k: str(v) for k, v in mine.items()}}
+    named = {f"transformer.{name}": tensor.contiguous() for name, tensor in adapters.named().items()}
+    save_file(named, folder / ADAPTERS, metadata)
+    save_file(heads, folder / HEADS, {"format": "pt", "pdd_steps": str(facts["pdd_steps"])})
+    read_adapters(folder, backbone, {**facts, **mine})
+    write_json(folder / CONTRACT, {**facts, **mine})
+
+
+def read_adapters(folder: Path, backbone: Backbone, facts: dict[str, Any]) -> tuple[Adapters, dict[str, Tensor]]:
+    """(adapters, heads) of a student's folder, as :func:`save_adapters` takes them.
+
+    Raises:
+        ValueError: one line; a tensor is missing, unexpected or of a wrong shape.
+    """
+    tensors = {}
+    for name in (ADAPTERS, HEADS):
+        try:
+            tensors[name] = load_file(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{folder / name} cannot be read: {' '.join(str(error).split())}") from None
+    named = {name.removeprefix("transformer."): tensor for name, tensor in tensors[ADAPTERS].items()}
+    transformer = widen(empty_transformer(backbone.config), backbone, facts["pdd_steps"])
+    try:
+        adapters = Adapters.of(named, *(facts[name] for name in ("lora_rank", "lora_alpha", "lora_targets")))
+        adapters.check(transformer, backbone)
+    except ValueError as error:
+        raise ValueError(f"{folder / ADAPTERS}: {error}") from None
+    modules = [head.module for head in backbone.heads.values()]
+    wanted = {
+        f"{module}.{name}": tuple(parameter.shape)
+        for module in modules for name, parameter in transformer.get_submodule(module).named_parameters()
+    }  # fmt: skip
+    found = {name: tuple(tensor.shape) for name, tensor in tensors[HEADS].items()}
+    if found != wanted:
+        raise ValueError(f"{folder / HEADS} has heads {found}; needed are {wanted}")
+    return adapters, tensors[HEADS]
+
+
 @dataclass
 class LoadedStudent:
-    """A student read from disk: its widened transformer, family, grid and contract."""
+    """A student read from disk.
+
+    Attributes:
+        transformer: widened, with adapters merged in; sampling swaps its heads.
+        backbone: its family.
+        grid: the grid its heads belong to.
+        facts: its contract.
+        banks: modality -> its heads.
+        adapters: those it was trained with, if any.
+    """
 
     transformer: nn.Module
     backbone: Backbone
     grid: Grid
     facts: dict[str, Any]
+    banks: dict[str, ParallelHead]
+    adapters: Adapters | None = None
 
     def nodes(self, steps: int, force: bool = False, calibrated: bool = True) -> list[int]:
         """Partition for so many forwards: the calibrated one, else that of training, else the balanced one.
@@ -242,16 +315,47 @@ def read_contract(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def read_student(folder: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> LoadedStudent:
+def read_student(
+    folder: Path, dtype: torch.dtype | None = None, device: str = "cpu", base_model: str | Path | None = None
+) -> LoadedStudent:
     """Read a student folder.
 
     Args:
-        dtype: of its weights; None keeps the stored one. What Diffusers keeps in float32 is so all the same.
+        dtype: of its weights; None keeps the stored one (the heads', where the rest is the base model's). What Diffusers keeps
+            in float32 is so all the same.
+        base_model: the teacher of a student of adapters; the one it was trained from if not given.
 
     Raises:
-        ValueError: no student there, or its files do not fit together.
+        ValueError: no student there, its files do not fit together, or no teacher where one is needed.
     """
     facts = read_contract(folder)
+    grid = Grid(facts["pdd_steps"], facts["shift"], facts["grid_max_t"], facts.get("clock_part", (1.0, 0.0)))
+    read = _read_adapted if facts.get("lora_rank") else _read_whole
+    transformer, backbone, adapters = read(folder, facts, dtype, base_model)
+    return _loaded(transformer, backbone, grid, facts, device, adapters)
+
+
+def _read_adapted(
+    folder: Path, facts: dict[str, Any], dtype: torch.dtype | None, base_model: str | Path | None
+) -> tuple[nn.Module, Backbone, Adapters]:
+    component = facts.get("component", "transformer")
+    base = model_folder(str(base_model or facts["base_model"]), f"{component}/*.safetensors")
+    config = read_json(base / component / "config.json")
+    backbone = backbone_for({**facts["components"], component: config}, Size(**facts["size"]))
+    backbone.choose(facts.get("expert"))
+    adapters, heads = read_adapters(folder, backbone, facts)
+    dtype = dtype or next(iter(heads.values())).dtype
+    weights = adapters.merged(load_transformer(base, dtype, component)) | {
+        name: head.to(dtype) for name, head in heads.items()
+    }
+    transformer = widen(empty_transformer(config), backbone, facts["pdd_steps"])
+    _load(transformer, weights, folder)
+    return transformer, backbone, adapters
+
+
+def _read_whole(
+    folder: Path, facts: dict[str, Any], dtype: torch.dtype | None, base_model: str | Path | None
+) -> tuple[nn.Module, Backbone, None]:
     config = read_json(folder / "transformer" / "config.json")
     if config.get("pdd_steps") != facts["pdd_steps"]:
         raise ValueError(
@@ -265,8 +369,7 @@ def read_student(folder: Path, dtype: torch.dtype | None = None, device: str = "
     transformer = widen(empty_transformer(config), backbone, facts["pdd_steps"])
     weights = in_dtype(read_weights(folder / "transformer"), transformer, dtype)
     _load(transformer, weights, folder / "transformer")
-    grid = Grid(facts["pdd_steps"], facts["shift"], facts["grid_max_t"], facts.get("clock_part", (1.0, 0.0)))
-    return LoadedStudent(transformer.to(device).eval().requires_grad_(False), backbone, grid, facts)
+    return transformer, backbone, None
 
 
 def untrained_student(
@@ -288,4 +391,16 @@ def untrained_student(
     grid = backbone.grid(steps, like.facts["shift"], like.grid.max_t)
     transformer = widen(load_transformer(folder, dtype, backbone.component), backbone, steps)
     facts = {"student_grid_indices": None, "block_size_max": 1, "fewest_steps": steps}
-    return LoadedStudent(transformer.to(device).eval().requires_grad_(False), backbone, grid, facts)
+    return _loaded(transformer, backbone, grid, facts, device)
+
+
+def _loaded(
+    transformer: nn.Module,
+    backbone: Backbone,
+    grid: Grid,
+    facts: dict[str, Any],
+    device: str,
+    adapters: Adapters | None = None,
+) -> LoadedStudent:
+    banks = {m: transformer.get_submodule(head.module) for m, head in backbone.heads.items()}
+    return LoadedStudent(transformer.to(device).eval().requires_grad_(False), backbone, grid, facts, banks, adapters)

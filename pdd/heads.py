@@ -113,6 +113,38 @@ def without_autocast(kind: str) -> AbstractContextManager:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
+class SharedHead(nn.Module):
+    """The last linear of a backbone that is teacher and student at once: the base head, or its bank where a plan is set.
+
+    Two modules, since ZeRO-3 gathers by module: a teacher's forward does not wait for a bank that it does not read.
+
+    Args:
+        base: the base head, which stays as it is.
+        bank: its bank.
+    """
+
+    def __init__(self, base: nn.Linear, bank: ParallelHead):
+        super().__init__()
+        self.base, self.bank = base, bank
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.bank.plan
+
+    @plan.setter
+    def plan(self, plan: Plan | None) -> None:
+        self.bank.plan = plan
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The bank's; families and transformers read their dtype from it."""
+        return self.bank.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states ``[B, T, in]`` -> the base head's rows, or the plan's directions as :class:`ParallelHead` gives them."""
+        return self.base(hidden) if self.plan is None else self.bank(hidden)
+
+
 def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``[B, T, in]`` through per-sample linears ``[B or 1, D, out, in]``: ``[B, T, D, out]`` in hidden's dtype."""
     b, t, _ = hidden.shape

@@ -11,6 +11,7 @@ from pdd.config import Config
 from pdd.data import Rows
 from pdd.formats import empty_transformer
 from pdd.grid import Grid
+from pdd.lora import add_adapters
 from pdd.student import Student, Velocity, head_parameters, widen
 
 
@@ -20,9 +21,10 @@ def estimate(
     """Bytes per rank, and counts of parameters.
 
     Model states follow from the ZeRO stage: weights and gradients in the model's dtype, float32 masters, Adam's two
-    averages and the weight average. Activations are what autograd saves in one student forward, found by running it on
-    meta tensors, or left out where the family cannot; with gradient checkpointing, the recomputation of one block comes on
-    top. Not counted: buffers of collectives, fragmentation, the teacher's transient activations.
+    averages and the weight average. With adapters the student adds to the teacher's weights only what is trained.
+    Activations are what autograd saves in one student forward, found by running it on meta tensors, or left out where the
+    family cannot; with gradient checkpointing, the recomputation of one block comes on top. Not counted: buffers of
+    collectives, fragmentation, the teacher's transient activations.
     """
     stage = ds_config.get("zero_optimization", {}).get("stage", 0)
     half = bool(ds_config.get("bf16", {}).get("enabled"))
@@ -32,9 +34,11 @@ def estimate(
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
     base = sum(p.numel() for p in transformer.parameters())
-    transformer = widen(transformer, backbone, config.pdd_steps).to("meta")
+    transformer = widen(transformer, backbone, config.pdd_steps, keep_base=bool(config.lora_rank)).to("meta")
+    if config.lora_rank:
+        add_adapters(transformer, backbone, config.lora_targets, config.lora_rank, config.alpha, config.seed)
     heads = sum(p.numel() for p in head_parameters(transformer))
-    trained = sum(p.numel() for p in transformer.parameters())
+    trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
 
     def share(sharded: bool) -> int:
         return ranks if sharded else 1
@@ -44,6 +48,7 @@ def estimate(
     out = {
         "parameters": base,
         "head_parameters": heads,
+        "trained_parameters": trained,
         "weights": size * trained // share(stage == 3),
         "gradients": size * trained // share(stage >= 2),
         "optimizer": masters * trained // share(stage >= 1),
@@ -59,7 +64,8 @@ def activations(config: Config, transformer: torch.nn.Module, backbone: Backbone
     batch = config.train_micro_batch_size_per_gpu
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
-    transformer.train()
+    if not config.lora_rank:
+        transformer.train()
     state = {m: torch.empty(batch, *shape, device="meta") for m, shape in rows.latent_shapes.items()}
     cond = rows.cond(torch.tensor(rows.trained[:1]), "cpu")
     cond = {c: v.expand(batch, *v.shape[1:]) for c, v in cond.items()}
@@ -86,7 +92,8 @@ def activations(config: Config, transformer: torch.nn.Module, backbone: Backbone
 def report(figures: dict[str, int], ranks: int) -> str:
     """The estimate as text."""
     counts = (
-        f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads; per rank of {ranks}:"
+        f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads, "
+        f"{figures['trained_parameters']:,} trained; per rank of {ranks}:"
     )
     names = ("weights", "gradients", "optimizer", "teacher", "activations", "total")
     sizes = (readable(figures[name]) if name in figures else "not counted" for name in names)

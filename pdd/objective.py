@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ def sample_supervision(n: Tensor, end: Tensor, uniforms: Tensor) -> Tensor:
     return n[:, None] + lower + torch.minimum((uniforms * size).long(), size - 1)
 
 
-@dataclass
-class Losses:
+class Losses(NamedTuple):
     """What one forward of the objective gives.
 
     Attributes:

@@ -197,7 +197,7 @@ def load_student(
         ValueError: no student there, no teacher, or not one student for every expert.
     """
     home = device if offload == "none" else "cpu"
-    student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, home)
+    student = path if isinstance(path, LoadedStudent) else read_student(Path(path), dtype, home, base_model)
     folder = model_folder(str(base_model or student.facts["base_model"]), *(EVERYTHING if text_encoders else BUT_TEXT))
     dtype = dtype or student.transformer.dtype
     if isinstance(second, (str, Path)):

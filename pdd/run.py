@@ -29,7 +29,7 @@ from pdd.prompts import encoded_folder, is_table, read_rows
 
 RUNS = Path("runs")
 DEFAULT_RECIPE = "recipes/digits.yaml"
-PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "datasets", "einops", "numpy", "safetensors")
+PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "datasets", "peft", "einops", "numpy", "safetensors")
 
 
 def is_complete(run: Path) -> bool:

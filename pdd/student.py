@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pdd.backbones import Backbone
 from pdd.backbones.base import Perturbation, State
 from pdd.grid import Grid, Plan
-from pdd.heads import ParallelHead
+from pdd.heads import ParallelHead, SharedHead
 
 
 class Velocity(nn.Module):
@@ -45,10 +45,12 @@ class Velocity(nn.Module):
             samples = [self._sample(i, state, sigma, cond, plans, perturbations) for i in range(batch)]
             return {m: torch.cat([sample[m] for sample in samples]) for m in state}
         directions = dict.fromkeys(self.backbone.modalities, 1)
-        if plans is not None:
-            for name, head in self.backbone.heads.items():
-                self.transformer.get_submodule(head.module).plan = plans[name]
+        for name, head in self.backbone.heads.items():
+            if plans is not None:
                 directions[name] = plans[name].num_directions
+            module = self.transformer.get_submodule(head.module)
+            if isinstance(module, (ParallelHead, SharedHead)):
+                module.plan = None if plans is None else plans[name]
         with ExitStack() as stack:
             for perturbation, samples in perturbations:
                 stack.enter_context(perturbation(self.transformer, samples))
@@ -69,14 +71,21 @@ class Velocity(nn.Module):
         return self.forward(state, sigma, cond, plans, [(lack, samples[i : i + 1]) for lack, samples in perturbations])
 
 
-def widen(transformer: nn.Module, backbone: Backbone, pdd_steps: int) -> nn.Module:
+def widen(transformer: nn.Module, backbone: Backbone, pdd_steps: int, keep_base: bool = False) -> nn.Module:
     """Repeat every modality's last linear ``pdd_steps`` times, in place; at once the student equals its teacher.
 
-    The paper's parallel decoder; the seed's widened transformer. Returns the transformer.
+    The paper's parallel decoder; the seed's widened transformer.
+
+    Args:
+        keep_base: leave the base head beside its bank, for forwards without a plan.
+
+    Returns:
+        The transformer.
     """
     for head in backbone.heads.values():
         linear = transformer.get_submodule(head.module)
-        transformer.set_submodule(head.module, ParallelHead(linear, pdd_steps, head.patch))
+        bank = ParallelHead(linear, pdd_steps, head.patch)
+        transformer.set_submodule(head.module, SharedHead(linear, bank) if keep_base else bank)
     return transformer
 
 
@@ -89,7 +98,7 @@ class Student:
     """A widened :class:`Velocity` on a grid.
 
     Args:
-        model: the widened :class:`Velocity`, or an engine around it.
+        model: the widened :class:`Velocity`. Under an engine its forwards belong inside a call of that engine.
         grid: the grid its heads belong to.
     """
 

@@ -136,7 +136,7 @@ def warm():
     server = Warm()
     yield server
     server.process.stdin.close()
-    server.process.wait(60)
+    server.process.wait(60)  # a loaded machine needs a while to let it go
 
 
 @pytest.fixture(scope="session")

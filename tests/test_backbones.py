@@ -11,8 +11,10 @@ from diffusers.models.embeddings import TimestepEmbedding
 
 from pdd.backbones import REGISTRY, Size, read_backbone
 from pdd.config import Config, Guidance
-from pdd.formats import contract, load_transformer, save_student
+from pdd.engine import SharedTeacher
+from pdd.formats import contract, load_transformer, read_student, save_adapters, save_student
 from pdd.grid import Grid, partition
+from pdd.lora import add_adapters, trained_parts
 from pdd.pipeline import load_student
 from pdd.sampling import endpoint, initial
 from pdd.student import FusedStudent, Velocity, head_parameters, widen
@@ -189,6 +191,75 @@ def test_the_stock_pipeline_samples_a_bfloat16_student_at_unrounded_times(family
         call = {**backbone.pipeline_condition(half), **backbone.to_pipeline(state), **backbone.pipeline_arguments()}
         pipe(**call, num_inference_steps=5, output_type="latent")
     assert_times_are_float32_s(seen[torch.bfloat16], seen[torch.float32])
+
+
+# linears of the blocks that make no attention and no feed-forward: modulation and gates
+OTHERS = ("norm", "_mod.", "to_gate_logits", "adaln")
+
+
+def test_adapters_share_a_backbone_with_the_teacher(family, tmp_path):
+    """Teacher and student at once, gradients where they belong, and the file that plain Diffusers loads."""
+    module, folder, backbone = family
+    grid, state, cond = setting(family)
+    stock = load_transformer(folder, torch.float32).eval()
+    transformer = widen(load_transformer(folder, torch.float32), backbone, N, keep_base=True)
+    add_adapters(transformer, backbone, "", rank=3, alpha=6, seed=1)
+    model = Velocity(transformer, backbone)
+    adapted = {n.removesuffix(".lora_A") for n, m in transformer.named_modules() if n.endswith(".lora_A")}
+    heads = {head.module for head in backbone.heads.values()}
+    in_blocks = {n for n, m in stock.named_modules() if isinstance(m, torch.nn.Linear) and "blocks." in n}
+    assert adapted == {n for n in in_blocks if not any(other in n for other in OTHERS)} and not adapted & heads
+    trained = {n for n, p in transformer.named_parameters() if p.requires_grad}
+    assert trained == {n for n in dict(transformer.named_parameters()) if ".lora_" in n or ".bank." in n}
+
+    batch, heads = len(next(iter(state.values()))), [2, 7]
+    sigma = {m: s[0].float().expand(batch) for m, s in grid.sigma.items()}
+    plans = grid.plan([0] * batch, [[4]] * batch, [heads] * batch)
+    with torch.no_grad():
+        plain = Velocity(stock, backbone)(state, sigma, cond)
+        new = model(state, sigma, cond, plans)
+    for m in plain:  # at once the student is its teacher
+        torch.testing.assert_close(new[m][:, 1:], plain[m].expand_as(new[m][:, 1:]), rtol=1e-5, atol=1e-5)
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, p in transformer.named_parameters():
+            if "lora_B" in name or ".bank." in name:
+                p.add_(0.3 * torch.randn(p.shape, generator=g))
+    shared = SharedTeacher(model)
+    for m, v in shared(state, sigma, cond).items():
+        assert torch.equal(v, plain[m]), m
+
+    grads = {}
+    for checkpointing in (False, True):
+        if checkpointing:
+            transformer.enable_gradient_checkpointing()
+        transformer.zero_grad()
+        student = model(state, sigma, cond, plans)
+        shared(state, sigma, cond)  # the teacher runs between a student's forward and its backward
+        sum(v[:, 1:].square().mean() for v in student.values()).backward()
+        grads[checkpointing] = {n: p.grad for n, p in transformer.named_parameters() if p.grad is not None}
+    assert grads[True].keys() == grads[False].keys() <= trained
+    # a last block may make a text stream that nothing reads
+    assert len(grads[True]) > 0.8 * len(trained) and {n for n in trained if ".bank." in n} <= grads[True].keys()
+    for name, grad in grads[True].items():
+        torch.testing.assert_close(grad, grads[False][name], rtol=1e-4, atol=1e-6)
+
+    config = Config(teacher=str(folder), pdd_steps=N, block_size_min=N, block_size_max=N, lora_rank=3, lora_alpha=6)
+    weights = {n: p.detach() for n, p in transformer.named_parameters() if p.requires_grad}
+    parts = trained_parts(transformer, backbone, weights, "")
+    save_adapters(tmp_path / "student", backbone, *parts, contract(config, grid, backbone, 1, False))
+    loaded = read_student(tmp_path / "student")
+    with torch.no_grad():
+        merged = Velocity(loaded.transformer, loaded.backbone)(state, sigma, cond, plans)
+        stock.load_lora_adapter(str(tmp_path / "student"), use_safetensors=True)
+        by_diffusers = Velocity(stock, backbone)(state, sigma, cond)
+        for head in backbone.heads.values():
+            transformer.get_submodule(head.module).plan = None
+        by_us = model(state, sigma, cond)
+    for m in plain:
+        torch.testing.assert_close(merged[m], student[m].detach(), rtol=1e-4, atol=1e-5)
+        assert torch.equal(by_diffusers[m], by_us[m]), m  # its own head on our backbone
+        assert not torch.allclose(by_us[m], plain[m], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("rollout, more", [

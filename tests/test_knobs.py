@@ -8,11 +8,13 @@ import torch
 from conftest import TEACHER, equal, lines, student_weights
 from datasets import load_from_disk
 from PIL import Image
+from safetensors.torch import load_file
 
 from pdd.config import KNOBS
 
 GUIDED = ["--teacher_guidance_scale", "3", "--cfg_uncond", "empty_prompt"]
 NEGATIVE = ["--teacher_guidance_scale", "3", "--cfg_uncond", "negative_prompt", "--negative_prompt"]
+LORA = ["--lora_rank", "2"]
 VALID = ["--validation_every", "3", "--validation_steps", "2", "--validation_num", "2", "--validation_prompts", "one"]
 COUNT_BLOCKS = """
 import atexit
@@ -40,8 +42,6 @@ def weights(run):
 
 
 def carried_dtype(run):
-    from safetensors.torch import load_file
-
     tensors = load_file(run / "checkpoints" / "step-000006" / "trajectories-00000.safetensors")
     return str(tensors["0.state.image"].dtype)
 
@@ -64,6 +64,22 @@ def picture(run):
 
 def block_calls(run):
     return (run / "calls").read_text()
+
+
+def adapter_shape(run):
+    return next(t.shape for t in adapters(run).values())
+
+
+def adapted(run):
+    return sorted(adapters(run))
+
+
+def adapters(run):
+    return load_file(run / "student" / "pytorch_lora_weights.safetensors")
+
+
+def student_files(run):
+    return sorted(p.name for p in (run / "student").iterdir())
 
 
 # knob -> (flags of both runs, flags that change it, what must differ)
@@ -116,6 +132,10 @@ TABLE = {
     "validation_steps": (VALID, ["--validation_steps", "1", "2", "4"], pictures),
     "validation_prompts": (VALID, ["--validation_prompts", "two"], picture),
     "validation_num": (VALID, ["--validation_num", "3"], picture_size),
+    "lora_rank": (LORA, ["--lora_rank", "3"], adapter_shape),
+    "lora_alpha": (LORA, ["--lora_alpha", "1"], loss),
+    "lora_targets": (LORA, ["--lora_targets", "to_q,ff.net.2"], adapted),
+    "export_merged": (LORA, ["--export_merged"], student_files),
     "export_dtype": ([], ["--export_dtype", "bf16"], lambda r: str(weights(r)["proj_out.weight"].dtype)),
 }
 # these need more than a flag, and have a test each below or elsewhere

@@ -20,8 +20,9 @@ def setting(*flags):
     return config, backbone, Grid(config.pdd_steps, {"image": 1.0}), Rows(config, backbone)
 
 
-def real_activations(config, backbone, grid, rows):
-    transformer = widen(load_transformer(TEACHER, torch.float32), backbone, config.pdd_steps).train()
+def real_activations(config, backbone, grid, rows, transformer=None):
+    if transformer is None:
+        transformer = widen(load_transformer(TEACHER, torch.float32), backbone, config.pdd_steps).train()
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     batch, saved = config.train_micro_batch_size_per_gpu, {}

@@ -368,7 +368,7 @@ call = pdd.objective.Objective.__call__
 def bad(self, step, round):
     losses, facts = call(self, step, round)
     if step in {steps} and round == 1 and self.rank == self.world - 1:
-        losses.total = losses.total * float({value!r})
+        losses = losses._replace(total=losses.total * float({value!r}))
     return losses, facts
 pdd.objective.Objective.__call__ = bad
 """

@@ -94,6 +94,8 @@ class Backbone:
     blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
     batched = True  # does the transformer take several samples? else each has a forward of its own
     runs_on_meta = True  # can a forward be dry-run on tensors without values?
+    # linears that lora_targets names by default, by the ends of their names: attention and feed-forward
+    lora_targets = "to_q,to_k,to_v,to_out.0,ff.net.0.proj,ff.net.2"
     batched_guidance = True  # may conditional and unconditional samples share one forward?
     boundary: float | None = None  # noise level, of the first modality, that parts a checkpoint's two experts
     expert: str | None = None  # which of them this is, a key of EXPERTS

@@ -110,6 +110,11 @@ class Flux(Packed):
     """Flux.1 dev, schnell and their kin that make pictures from text alone."""
 
     columns = ("prompt_embeds", "pooled_prompt_embeds")
+    # of both streams, then of the blocks with one stream
+    lora_targets = (
+        "to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,"
+        "ff.net.0.proj,ff.net.2,ff_context.net.0.proj,ff_context.net.2,proj_mlp,proj_out"
+    )
     no_guidance = {"guidance_scale": EMBEDDED_GUIDANCE}
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):

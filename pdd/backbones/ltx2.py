@@ -38,6 +38,7 @@ class LTX2(Backbone):
     frame_rate = FRAME_RATE
     heads = {"video": Head("proj_out"), "audio": Head("audio_proj_out")}
     columns = ("prompt_embeds", "prompt_attention_mask")
+    lora_targets = "to_q,to_k,to_v,to_out.0,ff.net.0.proj,ff.net.2,audio_ff.net.0.proj,audio_ff.net.2"
     default = {"height": 512, "width": 768, "num_frames": 121}  # LTX2Pipeline's
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):

@@ -23,6 +23,11 @@ class QwenImage(Packed):
     """
 
     columns = ("prompt_embeds", "prompt_embeds_mask")
+    # of both streams
+    lora_targets = (
+        "to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,"
+        "img_mlp.net.0.proj,img_mlp.net.2,txt_mlp.net.0.proj,txt_mlp.net.2"
+    )
     no_guidance = {"true_cfg_scale": 1.0}
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):

@@ -26,6 +26,7 @@ class QwenImage21(Packed):
     max_sequence_length = 1024  # its pipeline takes text of any length
     columns = ("prompt_embeds", "prompt_embeds_mask")
     patch, default_latents, scale = 1, 64, 16
+    lora_targets = "to_q,to_k,to_v,to_out.0,img_mlp.proj,img_mlp.gate_layer,img_mlp.out"
     no_guidance = {"true_cfg_scale": 1.0}
     batched_guidance = runs_on_meta = False
 

@@ -15,6 +15,11 @@ class SD3(Backbone):
 
     columns = ("prompt_embeds", "pooled_prompt_embeds")
     max_sequence_length = 256
+    # of both streams
+    lora_targets = (
+        "to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,"
+        "ff.net.0.proj,ff.net.2,ff_context.net.0.proj,ff_context.net.2"
+    )
 
     @property
     def heads(self) -> dict[str, Head]:

@@ -22,6 +22,7 @@ class Wan(Backbone):
     columns = ("prompt_embeds",)
     blocks = "blocks"
     frame_rate = 16.0
+    lora_targets = "to_q,to_k,to_v,to_out.0,ffn.net.0.proj,ffn.net.2"
     default = {"height": 480, "width": 832, "num_frames": 81}  # WanPipeline's
 
     def __init__(self, configs: Mapping[str, Mapping[str, Any]], size: Size):
