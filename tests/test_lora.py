@@ -9,7 +9,7 @@ from conftest import REPO, SMALL, TEACHER, equal, lines
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pdd.config import Config, read_yaml
+from pdd.config import Config, Guidance, read_yaml
 from pdd.formats import ADAPTERS, HEADS, load_transformer, read_student
 from pdd.pipeline import load_student
 from pdd.student import Velocity
@@ -345,7 +345,6 @@ def test_guidance_with_a_skipped_block_on_the_shared_backbone(tmp_path):
         SharedTeacher(Velocity(transformer, backbone)),
     ]
     state = {"video": torch.randn(2, *backbone.latent_shapes()["video"], generator=torch.Generator().manual_seed(0))}
-    own, shared = (
-        Teacher(m, backbone, grid, 3.0, uncond, True, 1).velocity(state, grid.u[:2], cond)["video"] for m in models
-    )
+    knobs = Guidance(3.0, guidance_rescale=True, uncond_skip_layer=1)
+    own, shared = (Teacher(m, backbone, grid, knobs, uncond).velocity(state, grid.u[:2], cond)["video"] for m in models)
     assert torch.equal(own, shared)

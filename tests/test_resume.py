@@ -142,9 +142,9 @@ def test_data_latent_goes_on_where_it_was_in_the_data_with_another_batch(warm, t
     watch = """
 import pdd.data
 shuffled = pdd.data.Rows.shuffled
-def watched(self, serials):
+def watched(self, serials, group):
     print("serials", *serials.tolist(), flush=True)
-    return shuffled(self, serials)
+    return shuffled(self, serials, group)
 pdd.data.Rows.shuffled = watched
 """
     flags = ["--rollout_mode", "data_latent", "--max_train_steps", "4", "--stop_after", "2", "--run", tmp_path / "run"]
