@@ -31,7 +31,8 @@ def main(argv: list[str]) -> int:
     try:
         return train(argv)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        runs.release()
+        if not error.everywhere or os.environ.get("RANK", "0") == "0":
             print(f"train_pdd.py: error: {error}", file=sys.stderr, flush=True)
         return 2
 
@@ -47,8 +48,8 @@ def train(argv: list[str]) -> int:
     from pdd.backbones import read_backbone
     from pdd.data import Rows
     from pdd.engine import Engine, Processes, SharedTeacher, StopSignal, fill_ds_config, freeze, read_ds_config
-    from pdd.formats import contract, empty_transformer, load_transformer, save_adapters, save_student
-    from pdd.lora import add_adapters, targeted, trained_parts
+    from pdd.formats import contract, empty_transformer, load_transformer, save_trained
+    from pdd.lora import add_adapters, targeted
     from pdd.objective import Objective
     from pdd.pictures import grid as picture_grid
     from pdd.prompts import is_table
@@ -212,19 +213,9 @@ def train(argv: list[str]) -> int:
             weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
             facts = contract(config, grid, backbone, step, engine.has_average)
             try:
-                if not config.lora_rank:
-                    save_student(folder / "student", backbone, weights, facts)
-                else:
-                    adapters, heads = trained_parts(transformer, backbone, weights, config.lora_targets)
-                    if config.export_merged:
-                        base = load_transformer(config.teacher_dir, stored or dtype, backbone.component)
-                        save_student(folder / "student", backbone, adapters.merged(base) | heads, facts)
-                    else:
-                        save_adapters(folder / "student", backbone, adapters, heads, facts)
+                save_trained(folder / "student", config, backbone, transformer, weights, facts, stored or dtype)
             except OSError as error:
-                print(
-                    f"train_pdd.py: error: the student cannot be written: {error}; --resume writes it", file=sys.stderr
-                )
+                print(f"train_pdd.py: error: no student was written: {error}; --resume writes it", file=sys.stderr)
                 return 1
             print(f"student written to {folder / 'student'}", flush=True)
     return 0

@@ -26,7 +26,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class ConfigError(ValueError):
-    """Bad input: one line that names the knob, its value and what is allowed. Scripts exit with status 2 on it."""
+    """Bad input: one line that names the knob, its value and what is allowed. Scripts exit with status 2 on it.
+
+    Args:
+        everywhere: does every rank find it, so that the first one may speak for all?
+    """
+
+    def __init__(self, message: str, everywhere: bool = True):
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 def knob(default: Any, help: str, unit: str = "", choices: Sequence[str] = (), fixed: bool = False) -> Any:

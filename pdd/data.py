@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset, DatasetDict, load_from_disk
 from torch import Tensor
@@ -127,8 +129,11 @@ class Rows:
         kinds = {name: kind for kind, name in enumerate(sorted({self._bucket(i) for i in self.trained}))}
         self._shuffle = Grouped(torch.tensor([kinds[self._bucket(i)] for i in self._pass.tolist()]), config.seed)
         self._tensors = self.dataset.with_format("torch")
+        latents = list(latent_columns.values()) if config.needs_latents else []
+        self._check_columns([*backbone.columns, *(() if self.buckets else latents)])
         if config.needs_latents and not self.buckets:
-            self.latent_shapes = {m: tuple(self._tensors[0][c].shape) for m, c in latent_columns.items()}
+            self.latent_shapes = {m: tuple(self._tensors[self.trained[0]][c].shape) for m, c in latent_columns.items()}
+            self._check_channels()
         else:
             try:
                 self.latent_shapes = backbone.latent_shapes()
@@ -141,6 +146,37 @@ class Rows:
             raise
         except ValueError as error:  # a size that the teacher cannot make
             raise ConfigError(f"data {str(self.path)!r}: {error}") from None
+        # what is read later is looked at then
+        self._read(torch.tensor(self.trained[:16]), [*backbone.columns, *(() if self.buckets else latents)], "cpu")
+
+    def _check_columns(self, columns: list[str]) -> None:
+        """Are they numbers, of one shape in all rows? Lengths are read from the table's own offsets, not from its values."""
+        for column in columns:
+            name = f"data {str(self.path)!r}: column {column!r}"
+            value = self._tensors.select_columns([column])[self.trained[0]][column]
+            if not torch.is_tensor(value):
+                raise ConfigError(
+                    f"{name} is {self.dataset.features[column]}; allowed are numbers of one shape in all rows"
+                )
+            arrays = self.dataset.data.column(column).chunks
+            while arrays and pa.types.is_list(arrays[0].type):
+                lengths = {n for a in arrays for n in pc.unique(pc.list_value_length(a)).to_pylist() if n is not None}
+                if len(lengths) > 1:
+                    raise ConfigError(f"{name} has lengths {sorted(lengths)[:5]}; allowed is one shape in all rows")
+                arrays = [array.flatten() for array in arrays]
+
+    def _check_channels(self) -> None:
+        try:
+            wanted = self.backbone.latent_shapes()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        for m, shape in self.latent_shapes.items():
+            if len(shape) != len(wanted[m]) or shape[0] != wanted[m][0]:
+                column = self.backbone.latent_columns[m]
+                raise ConfigError(
+                    f"data {str(self.path)!r}: column {column!r} has latents of shape {list(shape)}; allowed are such as "
+                    f"{list(wanted[m])}, with {wanted[m][0]} channels"
+                )
 
     def _bucket(self, row: int) -> str:
         return self.buckets[row] if self.buckets else ""
@@ -220,6 +256,13 @@ class Rows:
 
     def _read(self, indices: Tensor, columns: list[str], device: torch.device | str) -> dict[str, Tensor]:
         batch = self._tensors.select_columns(columns)[indices.tolist()]
+        for c in columns:
+            if not bool(batch[c].isfinite().all()):
+                row = next(i for i, value in zip(indices.tolist(), batch[c]) if not bool(value.isfinite().all()))
+                raise ConfigError(
+                    f"data {str(self.path)!r}: column {c!r} of row {row} has a number that is not finite",
+                    everywhere=False,
+                )
         return {c: batch[c].to(device) for c in columns}
 
 

@@ -26,7 +26,7 @@ from pdd.backbones import EXPERTS, Backbone, Size, backbone_for, read_backbone, 
 from pdd.config import Config, model_folder
 from pdd.grid import Grid, fewest_blocks, partition, widest_block
 from pdd.heads import ParallelHead
-from pdd.lora import Adapters
+from pdd.lora import Adapters, trained_parts
 from pdd.run import write_json
 from pdd.student import widen
 
@@ -177,6 +177,31 @@ def contract(config: Config, grid: Grid, backbone: Backbone, step: int, ema: boo
         "size": dataclasses.asdict(backbone.size),
         "components": {name: config for name, config in backbone.configs.items() if name != backbone.component},
     }
+
+
+def save_trained(
+    folder: Path,
+    config: Config,
+    backbone: Backbone,
+    transformer: nn.Module,
+    weights: dict[str, Tensor],
+    facts: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    """Write what a run has trained: the widened transformer, or the adapters and heads, merged if ``export_merged`` says so.
+
+    Args:
+        transformer: the one that was trained.
+        weights: its trained parameters by name, whole; without adapters its whole state dict.
+        dtype: of the base model's weights that adapters are merged into.
+    """
+    if not config.lora_rank:
+        return save_student(folder, backbone, weights, facts)
+    adapters, heads = trained_parts(transformer, backbone, weights, config.lora_targets)
+    if not config.export_merged:
+        return save_adapters(folder, backbone, adapters, heads, facts)
+    base = load_transformer(config.teacher_dir, dtype, backbone.component)
+    save_student(folder, backbone, adapters.merged(base) | heads, facts)
 
 
 def save_student(folder: Path, backbone: Backbone, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def best_effort(what: str) -> Iterator[None]:
         print(f"warning: {what} could not be written: {error}", file=sys.stderr, flush=True)
 
 
-_claims: list[int] = []  # open as long as the process lives
+_claims: dict[Path, int] = {}  # open as long as the process lives
 
 
 def claim(run: Path) -> str | None:
@@ -149,7 +149,7 @@ def claim(run: Path) -> str | None:
         handle = os.open(run, os.O_RDONLY)
     except OSError as error:
         return f"run folder {str(run)!r} cannot be created: {error.strerror}"
-    _claims.append(handle)
+    _claims[run] = handle
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -157,6 +157,13 @@ def claim(run: Path) -> str | None:
             return f"run folder {str(run)!r} is in use by another process; allowed is another folder, or to wait for its end"
         # a file system without locks
     return None if os.access(run, os.W_OK) else f"run folder {str(run)!r} cannot be written to"
+
+
+def release() -> None:
+    """Remove the folder of a run that came to nothing before it wrote anything."""
+    for run in _claims:
+        with suppress(OSError):
+            run.rmdir()  # only if it is empty
 
 
 def environment() -> dict[str, Any]:

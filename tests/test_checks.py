@@ -5,8 +5,8 @@ import shlex
 import shutil
 
 import pytest
-from conftest import REPO, SMALL, TEACHER, run_script
-from datasets import load_from_disk
+from conftest import REPO, SMALL, TEACHER, TRAIN, run_script
+from datasets import Dataset, load_from_disk
 
 # flags -> what the line must say, beside the error itself
 FLAGS = {
@@ -203,6 +203,64 @@ def test_a_dataset_without_the_family_s_columns(warm, tmp_path):
     rows.remove_columns("pooled_prompt_embeds").save_to_disk(str(tmp_path / "data"))
     message = refused(warm, tmp_path, "--data", tmp_path / "data")
     assert "lacks the columns ['pooled_prompt_embeds']" in message and "prompt_embeds" in message
+
+
+COLUMNS = {
+    "ragged": (lambda i: [[0.0] * 32] * (1 + i % 2), "lengths [1, 2]; allowed is one shape"),
+    "ragged inside": (lambda i: [[0.0] * (31 + i % 2)], "lengths [31, 32]; allowed is one shape"),
+    "text": (lambda i: "three", "allowed are numbers of one shape"),
+    "not a number": (lambda i: [[float("nan") if i == 5 else 0.0] * 32], "of row 5 has a number that is not finite"),
+    "infinite": (
+        lambda i: [[0.0] * 31 + [float("inf") if i == 3 else 0.0]],
+        "of row 3 has a number that is not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", COLUMNS)
+def test_a_dataset_of_bad_columns(damage, warm, tmp_path):
+    value, expected = COLUMNS[damage]
+    rows = load_from_disk(str(TEACHER / "conditioning"))
+    columns = {c: rows[c] for c in rows.column_names} | {"prompt_embeds": [value(i) for i in range(len(rows))]}
+    Dataset.from_dict(columns).save_to_disk(str(tmp_path / "data"))
+    message = refused(warm, tmp_path, "--data", tmp_path / "data")
+    assert "'prompt_embeds'" in message and expected in message
+
+
+LATENTS = {
+    "channels": (lambda i: [[[0.0] * 8] * 8] * 3, "shape [3, 8, 8]; allowed are such as [1, 8, 8], with 1 channels"),
+    "no picture": (lambda i: [[0.0] * 8], "allowed are such as [1, 8, 8]"),
+    "not a number": (lambda i: [[[float("nan")] * 8] * 8], "has a number that is not finite"),
+}
+
+
+@pytest.mark.parametrize("damage", LATENTS)
+def test_bad_latents(damage, warm, tmp_path):
+    value, expected = LATENTS[damage]
+    rows = load_from_disk(str(TEACHER / "latents")).select(range(8))
+    columns = {c: rows[c] for c in rows.column_names} | {"latents": [value(i) for i in range(8)]}
+    Dataset.from_dict(columns).save_to_disk(str(tmp_path / "data"))
+    message = refused(warm, tmp_path, "--rollout_mode", "data_latent", "--data", tmp_path / "data")
+    assert "'latents'" in message and expected in message
+
+
+def test_a_row_that_is_not_finite_is_named_by_the_rank_that_reads_it(warm, tmp_path):
+    """Later than the first rows, which are looked at before any weights are read."""
+    rows = load_from_disk(str(TEACHER / "latents")).select(range(60))
+    columns = {c: rows[c] for c in rows.column_names}
+    bad = [[[[float("inf") if i >= 16 else 0.0] * 8] * 8] for i in range(60)]
+    Dataset.from_dict(columns | {"latents": bad}).save_to_disk(str(tmp_path / "data"))
+    code, output = warm(
+        "train", *TRAIN[1:], *SMALL, "--rollout_mode", "data_latent", "--data", tmp_path / "data", "--run", tmp_path / "run",
+        ranks=2,
+    )  # fmt: skip
+    assert code == 2 and "'latents' of row" in output, output
+
+
+def test_a_folder_that_cannot_be_written(warm, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, output = warm("train", *TRAIN[1:], *SMALL, "--run", tmp_path / "file" / "run")
+    assert code == 2 and "cannot be created: Not a directory" in output and "Traceback" not in output, output
 
 
 def test_a_dataset_with_nothing_to_train_on(warm, tmp_path):
