@@ -6,6 +6,7 @@ The students of a checkpoint's two experts share one pipeline: ``load_student(HI
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,13 +285,18 @@ def use_heads(pipe: DiffusionPipeline, student: LoadedStudent, device: str) -> N
 
 def scale_noise(pipe: DiffusionPipeline, sigma: float) -> None:
     """Let noise that the pipeline draws itself start at the grid's first noise level, which may be a little below 1."""
-    prepare = pipe.prepare_latents
-    signature = inspect.signature(prepare)
 
-    def prepare_scaled(*args: Any, **kwargs: Any) -> Any:
-        out = prepare(*args, **kwargs)
-        if signature.bind(*args, **kwargs).arguments.get("latents") is not None:
-            return out
-        return (out[0] * sigma, *out[1:]) if isinstance(out, tuple) else out * sigma
+    def scaled(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(prepare)
 
-    pipe.prepare_latents = prepare_scaled
+        def prepare_scaled(*args: Any, **kwargs: Any) -> Any:
+            out = prepare(*args, **kwargs)
+            if signature.bind(*args, **kwargs).arguments.get("latents") is not None:
+                return out
+            return (out[0] * sigma, *out[1:]) if isinstance(out, tuple) else out * sigma
+
+        return prepare_scaled
+
+    for name in ("prepare_latents", "prepare_audio_latents"):
+        if hasattr(pipe, name):
+            setattr(pipe, name, scaled(getattr(pipe, name)))

@@ -137,6 +137,28 @@ def test_a_trained_student_samples_in_the_stock_pipeline_as_our_walk(family, tmp
     assert_close(theirs, ours)
 
 
+def test_noise_that_the_pipeline_draws_starts_at_the_grid_s_first_noise_level(family, tmp_path):
+    module, folder, backbone = family
+    if not backbone.batched:
+        pytest.skip("its pipeline is written here, and draws in one line")
+    cond, first = module.conditioning(1, 1), {}
+    for max_t in (1.0, 0.6):
+        grid = Grid(N, dict.fromkeys(backbone.modalities, 3.0), max_t)
+        transformer = widen(load_transformer(folder, torch.float32), backbone, N)
+        config = Config(teacher=str(folder), pdd_steps=N, block_size_min=N, block_size_max=N, grid_max_t=max_t)
+        student = tmp_path / str(max_t)
+        save_student(student, backbone, transformer.state_dict(), contract(config, grid, backbone, 1, False))
+        pipe = load_student(student, text_encoders=False)
+        seen = first.setdefault(max_t, [])
+        pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+        arguments = {**backbone.pipeline_condition(cond), **backbone.pipeline_arguments()}
+        pipe(**arguments, num_inference_steps=1, output_type="latent", generator=torch.Generator().manual_seed(3))
+    whole, part = first[1.0][0], first[0.6][0]
+    names = ("hidden_states", "audio_hidden_states")[: len(backbone.modalities)]
+    for name in names:
+        torch.testing.assert_close(part[name], 0.6 * whole[name])
+
+
 def embedded_times(transformer):
     """A list that gets what every time embedding of a transformer reads, ``[rows, 256]`` each."""
     seen = []
