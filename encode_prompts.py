@@ -200,6 +200,9 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
             f"teacher {args.teacher!r} is {type(backbone).__name__}, whose prompts cannot be encoded here yet; its dataset "
             f"needs the columns prompt, {', '.join(backbone.columns)}"
         )
+    if args.media and type(backbone).encode_media is Backbone.encode_media:
+        family = type(backbone).__name__
+        raise ConfigError(f"media is true; allowed is prompts alone, {family} encodes no media here")
     buckets = media_buckets(args, backbone) if args.media else []
     aside = list(dict.fromkeys(["", args.negative_prompt]))  # unconditional rows, without media
     found = rows or read_rows(args.prompts, args.column, backbone.modalities if args.media else ())

@@ -311,7 +311,7 @@ def decoder(student, config: Config, device):
         made = call(pipe, student.backbone, cond, {m: x.to(pipe.dtype) for m, x in state.items()}, 1)
         return torch.stack([picture for picture, _ in made]) * 2 - 1, [sound for _, sound in made]
 
-    return pixels, getattr(getattr(pipe, "vocoder", None), "config", {}).get("output_sampling_rate", 0)
+    return pixels, student.backbone.sound_rate(pipe) if "audio" in student.backbone.modalities else 0
 
 
 def summary(metrics: dict) -> str:

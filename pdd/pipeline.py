@@ -205,12 +205,12 @@ def load_student(
         second = read_second(student, second, second_steps, base_model, dtype, home)
     course = Course(student, second, second_steps, force)
     if is_modular(folder):
-        for name, value, allowed in (("offload", offload, "none"), ("finished", finished, False)):
-            if value != allowed:
-                family = type(student.backbone).__name__
-                raise ValueError(f"{name} is {value!r}; allowed is {allowed!r}, {family} has no ordinary pipeline")
+        if offload != "none":
+            family = type(student.backbone).__name__
+            raise ValueError(f"offload is {offload!r}; allowed is none, {family} has no ordinary pipeline")
         names = ("vae", "audio_vae", *(student.backbone.encoders if text_encoders else ()))
         pipe = student.backbone.modular_pipeline(student, modular_components(folder, names, dtype), force)
+        pipe.finished = finished
     else:
         pipe = ordinary_pipeline(course, folder, dtype, text_encoders)
         scale_noise(pipe, float(next(iter(course.students[0].grid.sigma.values()))[0]))

@@ -193,7 +193,8 @@ def test_time_is_not_rounded_in_bfloat16(family):
     times = seen[torch.float32]
     half = len(times) // 2
     pairs = [(t[0], t[1]) for t in times] if backbone.batched else zip(times[:half], times[half:])  # of the two samples
-    assert max((a - b).abs().max() for a, b in pairs) > 0.1
+    # waves of 1000 sigma, or sigma itself
+    assert max((a - b).abs().max() for a, b in pairs) > (0.1 if backbone.batched else 5e-4)
     assert all(not torch.equal(x[0], x[1]) for x in v.values())
 
 

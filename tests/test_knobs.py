@@ -151,6 +151,7 @@ SPECIAL = {
     "dry_run",
     "uncond_skip_layer",
 }
+SPECIAL |= {"on_damage", "max_bad_steps"}  # in test_resume.py
 SPECIAL |= {"stg_scale", "spatio_temporal_guidance_blocks", "modality_scale"}  # in test_ltx2_guidance.py
 
 

@@ -136,7 +136,8 @@ def test_every_rank_issues_the_same_forwards(folder, warm, tmp_path):
     assert calls[0] == calls[1]
     teacher = [i for i, call in enumerate(calls[0]) if call[0] is False]
     assert [calls[0][i] for i in teacher] == [[False, 4, 2]] * 4
-    assert "invalidated" not in calls[0][teacher[1] :]  # ZeRO-3 meets the modules in the order that it knows
+    # ZeRO-3 meets the modules in the order that it knows, once the walk to staggered starts is behind
+    assert "invalidated" not in calls[0][teacher[2] :]
     assert all(loss == loss for loss in lines(run, "loss"))
 
 

@@ -278,6 +278,8 @@ class OneByOne:
         force: allow blocks wider than trained.
     """
 
+    finished = False  # the latents that it is given are the end of a walk: it only decodes them
+
     def __init__(self, student: Any, parts: dict[str, Any], force: bool):
         from diffusers.modular_pipelines.minimax_h3 import modular_blocks_minimax_h3 as blocks
 
@@ -360,16 +362,18 @@ class OneByOne:
                 start[name] = noise * float(self.student.grid.sigma[m][0])
         samples = []
         for i in range(len(prompt_embeds)):
-            rows = self.backbone._text_rows(prompt_embeds_mask[i : i + 1])
-            state = self.denoise(
-                prompt_embeds=prompt_embeds[i : i + 1, rows].to(self.device),
-                text_token_tags=torch.full((len(rows),), TEXT),  # on the CPU, where it is packed
-                latents=start["latents"][i : i + 1],
-                audio_latents=start["audio_latents"][i],
-                num_inference_steps=num_inference_steps,
-                **size,
-            )
-            video, sound = state.get("latents"), state.get("audio_latents")
+            video, sound = start["latents"][i : i + 1], start["audio_latents"][i]
+            if not self.finished:
+                rows = self.backbone._text_rows(prompt_embeds_mask[i : i + 1])
+                state = self.denoise(
+                    prompt_embeds=prompt_embeds[i : i + 1, rows].to(self.device),
+                    text_token_tags=torch.full((len(rows),), TEXT),  # on the CPU, where it is packed
+                    latents=video,
+                    audio_latents=sound,
+                    num_inference_steps=num_inference_steps,
+                    **size,
+                )
+                video, sound = state.get("latents"), state.get("audio_latents")
             if output_type == "latent":
                 samples.append(Made(video, sound[None]))
                 continue
