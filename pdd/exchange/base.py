@@ -178,7 +178,7 @@ def foreign(
     if config.expert is not None:
         raise ValueError(f"{where}: expert is {config.expert!r}; allowed is none, a student of the whole clock")
     step = known.get("trained_steps")
-    facts = contract(config, grid, backbone, step if isinstance(step, int) else 0, True)
+    facts = contract(config, grid, backbone.at(config.size), step if isinstance(step, int) else 0, True)
     if isinstance(grid, Ladder):
         facts["sigmas"] = {m: levels.tolist() for m, levels in grid.sigma.items()}
     if known.get(CALIBRATED):
