@@ -10,7 +10,7 @@ import family_wan
 import pytest
 import torch
 from conftest import TEACHER
-from diffusers import DiffusionPipeline, SD3Transformer2DModel, StableDiffusion3Pipeline, WanTransformer3DModel
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline, WanTransformer3DModel
 from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_minimax_h3_lora_to_diffusers as from_comfyui
 from huggingface_hub import ModelCard
 from safetensors import safe_open
@@ -160,10 +160,10 @@ def test_videox_fun_files_are_as_its_trainer_writes_them(students, teachers, tmp
     renamed = {
         k.replace("lora_down", "lora_A.weight").replace("lora_up", "lora_B.weight"): v for k, v in tensors.items()
     }
-    renamed = {k: v for k, v in renamed.items() if ".lora_" in k}
+    renamed = {f"transformer.{k}": v for k, v in renamed.items() if ".lora_" in k}
     transformer = SD3Transformer2DModel.from_pretrained(TEACHER / "transformer")
     alphas = {k.replace("lora_B.weight", "alpha"): float(facts["lora_alpha"]) for k in renamed if "lora_B" in k}
-    transformer.load_lora_adapter(renamed, network_alphas=alphas, prefix=None)
+    transformer.load_lora_adapter(renamed, network_alphas=alphas, prefix="transformer")
     transformer.fuse_lora()
     transformer.unload_lora()
     ours = read_student(students["digits"]).transformer.state_dict()
@@ -480,7 +480,6 @@ def test_a_stock_pipeline_samples_as_our_sampler(name, steps, students, tmp_path
     for _ in range(2):  # a second call begins with the first block again
         made = eval(call, namespace).images
         torch.testing.assert_close(made, ours, rtol=1e-4, atol=1e-4)
-    assert DiffusionPipeline.from_pretrained(tmp_path / "x").config["scheduler"][1] == "FlowMatchEulerDiscreteScheduler"
 
 
 # ---------------------------------------------------------------------------------------------- cards, folders
@@ -594,7 +593,7 @@ DAMAGED = [
     ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, grid_max_t=1.0), "grid_max_t is 1.0; allowed is 0.999"),
     ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, pdd_step_indices=[0, 5, 4, 6, 8]), "strictly rising ones"),
     ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, num_inference_steps=5), "num_inference_steps is 5"),
-    ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, video_scheduler_shift=9.0), "video_scheduler_shift is 9.0 and"),
+    ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, video_scheduler_shift=9.0), "video_scheduler_shift is 9.0"),
     ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, transformer_component="../x"), "transformer_component is"),
     ("fastvideo", "fastvideo_inference.json", lambda p: p.write_text("[1"), "is not JSON"),
     ("fastvideo", "transformer/config.json", lambda p: json_of(p, pdd_steps=9), "pdd_steps is 9; needed is 8"),

@@ -139,6 +139,7 @@ def declared(student: Portable) -> dict[str, Any]:
 
 
 def foreign(
+    form: str,
     backbone: Backbone,
     options: Options,
     said: Mapping[str, Any],
@@ -149,6 +150,7 @@ def foreign(
     """The contract of a student that came in another format.
 
     Args:
+        form: that format.
         said: knobs that the format's own fields give; what else training knew is in ``ours``, or nowhere.
         ours: the entry :data:`OURS`, if the file has it.
         grid: where the noise levels are not those of the knobs.
@@ -187,8 +189,8 @@ def foreign(
             facts[CALIBRATED] = {str(k): partition(config.pdd_steps, k, found) for k in found}
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: {CALIBRATED}: {error}") from None
-    if not known:
-        facts["read_from"] = where  # how it was trained is not known: those entries are the knobs' defaults
+    if ours is None or "read_from" in known:
+        facts["read_from"] = form  # how it was trained is not known: those entries are the knobs' defaults
     return facts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pdd.backbones import read_json
 from pdd.exchange.base import Options, Portable, base_of, shifts_of, step_counts, wanted_steps
 
 TASKS = {"image": "text-to-image", "video": "text-to-video"}
@@ -29,7 +30,7 @@ ONE = """```python
 import torch
 from diffusers import DiffusionPipeline
 
-pipe = DiffusionPipeline.from_pretrained("{folder}")
+pipe = DiffusionPipeline.from_pretrained("{folder}"{absent})
 pipe("a prompt", num_inference_steps=1, guidance_scale=1)
 ```"""
 
@@ -37,7 +38,7 @@ SEVERAL = """```python
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
-pipe = DiffusionPipeline.from_pretrained("{folder}")
+pipe = DiffusionPipeline.from_pretrained("{folder}"{absent})
 blocks = load_file("{folder}/pdd_blocks.safetensors")  # the last linears of every block, [{steps}, out, in]
 
 
@@ -72,6 +73,9 @@ def write_card(student: Portable, folder: Path, name: str, options: Options) -> 
     elif name == "fastvideo":
         counts = {steps: nodes}
     fill = {"folder": ".", "name": name, "base": base if hub else "BASE_MODEL", "steps": steps}
+    if plain:  # components that the base model does not have either
+        index = read_json(folder / "model_index.json")
+        fill["absent"] = "".join(f", {n}=None" for n, v in index.items() if isinstance(v, list) and v[0] is None)
     how = how.format(**fill, sigmas=[round(s, 9) for s in next(iter(student.grid.sigma.values()))[nodes[:-1]].tolist()])
     recipe = {
         "base model": f"{base}, revision {revision or 'not known'}",

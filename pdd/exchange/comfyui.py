@@ -218,7 +218,7 @@ def read(path: Path, options: Options) -> Portable:
         "shift": wanted_shifts(backbone, options, said, where),
         "grid_max_t": number(said.get("grid_max_t", 1.0), "grid_max_t", where),
     }
-    facts = foreign(backbone, options, knobs, header.get("pdd_student"), where)
+    facts = foreign("comfyui", backbone, options, knobs, header.get("pdd_student"), where)
     if tensors:
         return checked(Portable(backbone, facts, heads, adapters=read_adapters(tensors, backbone, said, where)), where)
     if not (path.is_dir() and (path / TRUNK).exists()):

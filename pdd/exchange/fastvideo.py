@@ -157,7 +157,7 @@ def read(path: Path, options: Options) -> Portable:
         knobs["block_size_min"] = math.gcd(*widths)
         knobs["block_size_max"] = options.block_size_max or max(widths)
         knobs["student_grid_indices"] = {len(nodes) - 1: nodes}
-    facts = foreign(backbone, options, knobs, header.get(OURS), where)
+    facts = foreign("fastvideo", backbone, options, knobs, header.get(OURS), where)
     return checked(Portable(backbone, facts, heads, trunk=tensors), where)
 
 

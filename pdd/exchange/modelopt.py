@@ -158,11 +158,11 @@ def read(path: Path, options: Options) -> Portable:
     if number(sidecar.get("grid_max_t", LARGEST), "grid_max_t", str(path / SIDECAR)) == LARGEST and not plain(ours):
         grid = clamped(steps, shifts, LARGEST)
         knobs |= {"grid_max_t": grid.max_t}
-        facts = foreign(backbone, options, knobs, ours, where, grid)
+        facts = foreign("modelopt", backbone, options, knobs, ours, where, grid)
         facts["shift"] = shifts  # of the levels before they were cut
     else:
         knobs |= {"shift": shifts, "grid_max_t": sidecar["grid_max_t"]}
-        facts = foreign(backbone, options, knobs, ours, where)
+        facts = foreign("modelopt", backbone, options, knobs, ours, where)
     return checked(Portable(backbone, facts, heads, trunk=tensors), where)
 
 

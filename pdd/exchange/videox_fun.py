@@ -144,7 +144,7 @@ def read(path: Path, options: Options) -> Portable:
             raise ValueError(f"{where}: pdd_sigmas is {levels!r}; needed are {steps + 1} noise levels of one modality")
         grid = Ladder({m: [number(x, "pdd_sigmas", where) for x in levels] for m in backbone.heads})
         knobs["grid_max_t"] = grid.max_t
-    facts = foreign(backbone, options, knobs, said.get(OURS), where, grid)
+    facts = foreign("videox_fun", backbone, options, knobs, said.get(OURS), where, grid)
     if file.name == AVERAGE and not facts["ema_decay"]:
         facts["ema_decay"] = None  # an average, of a decay that is not known
     student = checked(Portable(backbone, facts, heads, adapters=adapters), where)
