@@ -404,6 +404,19 @@ def adapted_backbone(base: Path, facts: dict[str, Any]) -> Backbone:
 def _read_whole(
     folder: Path, facts: dict[str, Any], dtype: torch.dtype | None, base_model: str | Path | None
 ) -> tuple[nn.Module, Backbone, None]:
+    backbone = whole_backbone(folder, facts)
+    transformer = widen(empty_transformer(backbone.config), backbone, facts["pdd_steps"])
+    weights = in_dtype(read_weights(folder / "transformer"), transformer, dtype)
+    _load(transformer, weights, folder / "transformer")
+    return transformer, backbone, None
+
+
+def whole_backbone(folder: Path, facts: dict[str, Any]) -> Backbone:
+    """The family of a student that is a whole transformer, by its folder and its contract.
+
+    Raises:
+        ValueError: the two say different numbers of heads.
+    """
     config = read_json(folder / "transformer" / "config.json")
     if config.get("pdd_steps") != facts["pdd_steps"]:
         raise ValueError(
@@ -414,10 +427,7 @@ def _read_whole(
     configs = {**facts["components"], facts.get("component", "transformer"): base}
     backbone = backbone_for(configs, Size(**facts["size"]))
     backbone.choose(facts.get("expert"))
-    transformer = widen(empty_transformer(config), backbone, facts["pdd_steps"])
-    weights = in_dtype(read_weights(folder / "transformer"), transformer, dtype)
-    _load(transformer, weights, folder / "transformer")
-    return transformer, backbone, None
+    return backbone
 
 
 def untrained_student(

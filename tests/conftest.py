@@ -65,7 +65,7 @@ sys.path.insert(0, os.getcwd())
 import deepspeed, diffusers, datasets, torch
 import deepspeed.runtime.zero.muon.muon_optimizer  # or every child imports half of the compiler for it
 import pdd.compare, pdd.engine, pdd.formats, pdd.objective, pdd.report, pdd.validation
-import encode_prompts, eval_pdd, export_pdd, sample_pdd, train_pdd
+import encode_prompts, eval_pdd, sample_pdd, train_pdd
 from diffusers import SD3Transformer2DModel
 torch.set_num_threads(1)
 print("ready", flush=True)
@@ -83,8 +83,7 @@ for request in sys.stdin:
                 code = 1
                 try:
                     exec(prelude)
-                    scripts = {"train": train_pdd, "sample": sample_pdd, "eval": eval_pdd, "encode": encode_prompts,
-                               "export": export_pdd}
+                    scripts = {"train": train_pdd, "sample": sample_pdd, "eval": eval_pdd, "encode": encode_prompts}
                     code = scripts[script].main(argv)
                 except SystemExit as leaving:
                     code = leaving.code or 0

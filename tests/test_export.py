@@ -282,6 +282,14 @@ def test_the_published_prefused_layout_is_read_and_sampled_at_its_own_levels(tea
     fused = FusedStudent(student.transformer, backbone, student.grid)
     ours = endpoint(fused.block(cond), {"image": first}, student.grid, student.nodes(4))["image"]
     torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-4)
+    pipe = load_student(tmp_path / "student", teacher, text_encoders=False)
+    given = {
+        **backbone.pipeline_condition(cond),
+        **backbone.to_pipeline({"image": first}),
+        **backbone.pipeline_arguments(),
+    }
+    made = pipe(**given, num_inference_steps=4, output_type="latent")[0]
+    torch.testing.assert_close(backbone.from_pipeline(made)["image"], x, rtol=1e-4, atol=1e-4)
     export("--to", "videox_fun", "--student", tmp_path / "student", "--out", tmp_path / "again", code=2)
 
 
@@ -500,6 +508,25 @@ def test_every_export_has_a_card(name, form, words, students, tmp_path):
     assert expected.get(form, "| 4 |") in card.content
 
 
+def test_the_average_is_read_where_there_are_two(students, teachers, tmp_path):
+    export("--to", "videox_fun", "--student", students["digits"], "--out", tmp_path / "x")
+    tensors = load_file(tmp_path / "x" / LIVE)
+    tensors["proj_out.bias"] = tensors["proj_out.bias"] + 1
+    save_file(tensors, tmp_path / "x" / "pdd_ema.safetensors", header(tmp_path / "x" / LIVE))
+    export("--from", "videox_fun", tmp_path / "x", "--base_model", TEACHER, "--out", tmp_path / "back")
+    assert torch.equal(load_portable(tmp_path / "back", None).heads["proj_out.bias"], tensors["proj_out.bias"])
+    export("--to", "videox_fun", "--student", tmp_path / "back", "--out", tmp_path / "again")
+    assert (tmp_path / "again" / "pdd_ema.safetensors").exists()
+
+
+def test_a_run_s_student_is_exported(students, tmp_path):
+    shutil.copytree(students["digits"], tmp_path / "run" / "student")
+    export("--to", "videox_fun", "--run", tmp_path / "run", "--out", tmp_path / "run" / "x")
+    export("--to", "videox_fun", "--student", students["digits"], "--out", tmp_path / "y")
+    same(load_file(tmp_path / "run" / "x" / LIVE), load_file(tmp_path / "y" / LIVE))
+    assert header(tmp_path / "run" / "x" / LIVE)["base_model"] == "digits"  # no path of this machine
+
+
 def test_a_student_from_elsewhere_is_sampled_by_the_script(students, warm, tmp_path):
     export("--to", "videox_fun", "--student", students["digits"], "--out", tmp_path / "x")
     export("--from", "videox_fun", tmp_path / "x", "--base_model", TEACHER, "--out", tmp_path / "student")
@@ -589,6 +616,9 @@ DAMAGED = [
     ("fastvideo", WAN, without("blocks.0.ffn.net.2.bias"), "tensor blocks.0.ffn.net.2.bias is missing"),
     ("fastvideo", WAN, changed("proj_out.weight", lambda w: w[:-1]), "tensor proj_out.weight has shape"),
     ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, strength=1), "strength is not known"),
+    ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, model_type="ref2va"), "model_type is 'ref2va'; allowed"),
+    ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, vsa_sparsity=0.9), "vsa_sparsity is 0.9; allowed is none"),
+    ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, pdd_steps=...), "pdd_steps is missing"),
     ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, guidance_scale=3.0), "guidance_scale is 3.0; allowed is 1.0"),
     ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, grid_max_t=1.0), "grid_max_t is 1.0; allowed is 0.999"),
     ("fastvideo", "fastvideo_inference.json", lambda p: json_of(p, pdd_step_indices=[0, 5, 4, 6, 8]), "strictly rising ones"),
@@ -607,6 +637,8 @@ DAMAGED = [
     ("modelopt", "pdd_metadata.json", lambda p: json_of(p, inference_blocks=[4, 5]), "allowed are widths whose sum is 8"),
     ("modelopt", "pdd_metadata.json", lambda p: json_of(p, grid_size=4), "grid_size is 4; needed is 8"),
     ("modelopt", WAN, fact(pdd_student="[]"), "pdd_student is not a JSON object"),
+    ("modelopt", WAN, fact(pdd_student='{"sigmas": 3, "grid_max_t": 1.0}'), "pdd_student describes no grid"),
+    ("modelopt", WAN, fact(pdd_student='{"block_size_min": 2, "student_grid_indices": {"2": [0, 9]}}'), "student_grid_indices"),
 ]  # fmt: skip
 WHOSE = {"videox_fun": "h3", "comfyui": "h3", "fastvideo": "wan", "modelopt": "wan"}
 

@@ -25,13 +25,12 @@ from pdd.formats import (
     contract,
     empty_transformer,
     grid_of,
-    in_dtype,
     load_transformer,
     read_adapters,
     read_contract,
-    read_student,
     save_adapters,
     save_student,
+    whole_backbone,
 )
 from pdd.grid import Grid, Ladder, Shift, partition, widest_block
 from pdd.lora import Adapters
@@ -115,11 +114,10 @@ def load_portable(folder: Path, base_model: str | None) -> Portable:
         for name in ("lora_rank", "lora_alpha", "lora_targets"):
             facts.pop(name)
         return checked(Portable(backbone, facts, heads, adapters=adapters), str(folder))
-    student = read_student(folder)
-    weights = student.transformer.state_dict()
-    wanted = head_shapes(student.backbone, facts["pdd_steps"])
-    heads = {name: weights.pop(name) for name in wanted}
-    return checked(Portable(student.backbone, facts, heads, trunk=weights), str(folder))
+    backbone = whole_backbone(folder, facts)
+    weights, _ = read_component(folder / "transformer")
+    heads = {name: weights.pop(name) for name in head_shapes(backbone, facts["pdd_steps"]) if name in weights}
+    return checked(Portable(backbone, facts, heads, trunk=weights), str(folder))
 
 
 def save_portable(student: Portable, folder: Path) -> None:
@@ -172,11 +170,13 @@ def foreign(
     knobs = {k: v for k, v in {**known, **known.get("size", {}), **said}.items() if k in KNOBS and v is not None}
     try:
         config = Config(**{"rollout_mode": "simulate", **knobs, "teacher": options.base_model, "data": ""})
-        grid = grid or grid_of(
-            {**known, "pdd_steps": config.pdd_steps, "shift": config.shift, "grid_max_t": config.grid_max_t}
-        )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    try:
+        own = {"pdd_steps": config.pdd_steps, "shift": config.shift, "grid_max_t": config.grid_max_t}
+        grid = grid or grid_of({**known, **own})
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {OURS} describes no grid: {error}") from None
     if config.expert is not None:
         raise ValueError(f"{where}: expert is {config.expert!r}; allowed is none, a student of the whole clock")
     step = known.get("trained_steps")
@@ -392,11 +392,12 @@ def split_banks(
     found = {}
     patches = {head.module: head.patch for head in backbone.heads.values()}
     for name, (n, out, *rest) in head_shapes(backbone, steps).items():
-        if name in tensors:
-            rows = tensors.pop(name)
-            if tuple(rows.shape) != (n * out, *rest):
-                raise ValueError(f"{where}: tensor {name} has shape {list(rows.shape)}; needed is {[n * out, *rest]}")
-            found[name] = unflatten(rows, layout, steps, patches[name.rpartition(".")[0]])
+        if name not in tensors:
+            raise ValueError(f"{where}: tensor {name} is missing; {ALONE}")
+        rows = tensors.pop(name)
+        if tuple(rows.shape) != (n * out, *rest):
+            raise ValueError(f"{where}: tensor {name} has shape {list(rows.shape)}; needed is {[n * out, *rest]}")
+        found[name] = unflatten(rows, layout, steps, patches[name.rpartition(".")[0]])
     return found
 
 
@@ -438,12 +439,12 @@ def metadata(student: Portable, options: Options, **own: Any) -> dict[str, str]:
 
 
 def base_of(student: Portable, options: Options) -> tuple[str, str | None]:
-    """(name, revision) of the base model; of a hub's, the one in the cache."""
-    name, revision = options.base_name or student.facts["base_model"], options.revision
-    if revision is None and options.base_name is None:
-        folder = model_folder(student.facts["base_model"], "transformer/config.json")
-        if folder.parent.name == "snapshots":
-            revision = folder.name
+    """(name, revision) of the base model: of a hub's, the revision in its cache; of a folder, its last part for a name."""
+    given = student.facts["base_model"]
+    folder = model_folder(given, "transformer/config.json")
+    hub = folder.parent.name == "snapshots"
+    name = options.base_name or (given if hub else folder.resolve().name)
+    revision = options.revision or (folder.name if hub and options.base_name in (None, given) else None)
     return name, revision
 
 
@@ -516,11 +517,6 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise ConfigError(f"out {str(out)!r} cannot be written: {error}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def as_base(student: Portable, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights as Diffusers keeps this family's: buffers and what it keeps in float32 so."""
-    return in_dtype(tensors, skeleton(student.backbone), None)
 
 
 def with_base(student: Portable, base_model: str | None) -> Portable:

@@ -8,7 +8,6 @@ linears of every block, ``[K, out, in]``, and a callback of a few lines, in the 
 from __future__ import annotations
 
 import inspect
-import json
 import shutil
 from pathlib import Path
 
@@ -22,9 +21,11 @@ from pdd.config import model_folder
 from pdd.exchange.base import (
     Options,
     Portable,
+    base_of,
     metadata,
     require_grid,
     skeleton,
+    spoken,
     step_counts,
     wanted_steps,
 )
@@ -44,7 +45,15 @@ def write(student: Portable, folder: Path, options: Options) -> None:
             called with the student's noise levels.
     """
     if options.steps is None:
-        save_student(folder, student.backbone, student.whole() | student.heads, student.facts)
+        name, revision = base_of(student, options)
+        own = {
+            "base_model_name": name,
+            "base_model_revision": revision,
+            "allowed_steps": list(step_counts(student.facts)),
+        }
+        if student.adapters is not None:
+            own["merged_adapters"] = {"lora_rank": student.adapters.rank, "lora_alpha": student.adapters.alpha}
+        save_student(folder, student.backbone, student.whole() | student.heads, {**student.facts, **own})
         return
     write_pipeline(student, folder, options)
 
@@ -80,7 +89,7 @@ def write_pipeline(student: Portable, folder: Path, options: Options) -> None:
            "pdd_allowed_steps": list(step_counts(student.facts))}  # fmt: skip
     if steps > 1:
         save_file(heads, folder / BLOCKS, metadata(student, options, **own))
-    (folder / "pdd_blocks.json").write_text(json.dumps(metadata(student, options, **own), indent=1) + "\n")
+    write_json(folder / "pdd_blocks.json", spoken(metadata(student, options, **own)))
 
 
 @torch.no_grad()

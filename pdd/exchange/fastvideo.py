@@ -44,7 +44,7 @@ CONTRACT, SCHEMA = "fastvideo_inference.json", "fasth3-inference-contract-v1"
 MAX_T = 0.999
 SCHEDULERS = {"video": "scheduler", "audio": "audio_scheduler"}
 KINDS = {("video",): "t2v", ("video", "audio"): "t2va"}
-SPARSE = ("attention_backend", "vsa_sparsity", "vsa_tile_size")
+SPARSE = ("attention_backend", "vsa_")  # starts of the fields of students trained with sparse attention
 FIELDS = (
     "schema_version", "pdd_steps", "pdd_step_indices", "num_inference_steps", "transformer_forwards", "grid_max_t",
     "video_scheduler_shift", "guidance_scale", "model_type", "transformer_component", "base_model_revision",
@@ -88,7 +88,10 @@ def write(student: Portable, folder: Path, options: Options) -> None:
     for m, shift in shifts.items():
         (folder / SCHEDULERS[m]).mkdir()
         known = backbone.configs.get(SCHEDULERS[m], {"_class_name": "FlowMatchEulerDiscreteScheduler"})
-        write_json(folder / SCHEDULERS[m] / "scheduler_config.json", {**known, "shift": shift})
+        write_json(
+            folder / SCHEDULERS[m] / "scheduler_config.json",
+            {**known, **{name: shift for name in ("shift", "flow_shift") if name == "shift" or name in known}},
+        )
     write_json(folder / CONTRACT, {
         "schema_version": SCHEMA,
         "model_type": KINDS[backbone.modalities],
@@ -112,16 +115,30 @@ def read(path: Path, options: Options) -> Portable:
     backbone = base_backbone(options, "fastvideo")
     file = path / CONTRACT
     said, where = read_json(file), str(file)
+    if backbone.modalities not in KINDS:
+        raise ValueError(
+            f"base_model {options.base_model!r} makes {', '.join(backbone.modalities)}; fastvideo's make video"
+        )
     wanted = [*FIELDS, *(["audio_scheduler_shift"] if "audio" in backbone.heads else [])]
     for name in wanted:
         if name not in said:
             raise ValueError(f"{where}: {name} is missing")
-    for name in said:
-        if name not in (*wanted, *SPARSE):
-            raise ValueError(f"{where}: {name} is not known; allowed are {', '.join((*wanted, *SPARSE))}")
-    for name, value in {"schema_version": SCHEMA, "grid_max_t": MAX_T, "guidance_scale": 1.0}.items():
+    fixed = {
+        "schema_version": SCHEMA,
+        "model_type": KINDS[backbone.modalities],
+        "grid_max_t": MAX_T,
+        "guidance_scale": 1.0,
+    }
+    for name, value in fixed.items():
         if said[name] != value:
             raise ValueError(f"{where}: {name} is {said[name]!r}; allowed is {value!r}")
+    for name in said:
+        if name.startswith(SPARSE):
+            raise ValueError(
+                f"{where}: {name} is {said[name]!r}; allowed is none, sparse attention has no place in Diffusers"
+            )
+        if name not in wanted:
+            raise ValueError(f"{where}: {name} is not known; allowed are {', '.join(wanted)}")
     component = said["transformer_component"]
     if not isinstance(component, str) or Path(component).name != component or component.startswith("."):
         raise ValueError(f"{where}: transformer_component is {component!r}; allowed is a folder beside it")

@@ -22,6 +22,7 @@ from pdd.exchange.base import (
     Portable,
     base_backbone,
     base_of,
+    check_tensors,
     checked,
     declared,
     foreign,
@@ -110,8 +111,11 @@ def read(path: Path, options: Options) -> Portable:
                 f"{where}: tensor {name} has shape {list(tensor.shape)}, whose rows may be heads or offsets; needed is "
                 "[N, out, in]"
             )
-    replaced = {}
-    for name in said.get("pdd_full_parameters") or []:
+    check_tensors(heads, head_shapes(backbone, steps), where, heads=True)
+    replaced, full = {}, said.get("pdd_full_parameters") or []
+    if not isinstance(full, list):
+        raise ValueError(f"{where}: pdd_full_parameters is {full!r}; allowed is a list of names")
+    for name in full:
         if not isinstance(name, str) or name not in tensors:
             raise ValueError(f"{where}: tensor {name} is missing, which pdd_full_parameters names")
         replaced[name] = tensors.pop(name)
