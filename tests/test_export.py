@@ -637,7 +637,10 @@ DAMAGED = [
     ("modelopt", "pdd_metadata.json", lambda p: json_of(p, inference_blocks=[4, 5]), "allowed are widths whose sum is 8"),
     ("modelopt", "pdd_metadata.json", lambda p: json_of(p, grid_size=4), "grid_size is 4; needed is 8"),
     ("modelopt", WAN, fact(pdd_student="[]"), "pdd_student is not a JSON object"),
-    ("modelopt", WAN, fact(pdd_student='{"sigmas": 3, "grid_max_t": 1.0}'), "pdd_student describes no grid"),
+    ("modelopt", WAN, fact(pdd_student='{"sigmas": 3}'), "pdd_student has noise levels that"),
+    ("fastvideo", WAN, fact(pdd_student='{"sigmas": {"video": [1.0, 0.5, 0.0]}}'), "pdd_student has noise levels that"),
+    ("fastvideo", WAN, fact(pdd_student='{"shift": {"video": 0.5}}'), "shift is .* and pdd_student says"),
+    ("fastvideo", WAN, fact(pdd_student='{"expert": "high"}'), "expert is 'high'; allowed is none"),
     ("modelopt", WAN, fact(pdd_student='{"block_size_min": 2, "student_grid_indices": {"2": [0, 9]}}'), "student_grid_indices"),
 ]  # fmt: skip
 WHOSE = {"videox_fun": "h3", "comfyui": "h3", "fastvideo": "wan", "modelopt": "wan"}

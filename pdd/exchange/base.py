@@ -172,11 +172,10 @@ def foreign(
         config = Config(**{"rollout_mode": "simulate", **knobs, "teacher": options.base_model, "data": ""})
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    try:
-        own = {"pdd_steps": config.pdd_steps, "shift": config.shift, "grid_max_t": config.grid_max_t}
-        grid = grid or grid_of({**known, **own})
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {OURS} describes no grid: {error}") from None
+    levels = known.get("sigmas")
+    if levels is not None and (grid is None or not _same(levels, {m: s.tolist() for m, s in grid.sigma.items()})):
+        raise ValueError(f"{where}: {OURS} has noise levels that the format's own fields do not give")
+    grid = grid or Grid(config.pdd_steps, config.shift, config.grid_max_t)
     if config.expert is not None:
         raise ValueError(f"{where}: expert is {config.expert!r}; allowed is none, a student of the whole clock")
     step = known.get("trained_steps")
@@ -197,6 +196,8 @@ def foreign(
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return math.isclose(a, b, rel_tol=1e-6)
     return a == b
