@@ -567,6 +567,11 @@ LIVE, BANK, WAN = "pdd.safetensors", "comfyui_pdd.safetensors", "transformer/dif
 Q = "transformer_blocks.0.attn.to_q"
 
 
+def ours(**changes):
+    """Entries of the file's own contract, changed."""
+    return lambda t, f: (t, {**f, "pdd_student": json.dumps({**json.loads(f["pdd_student"]), **changes})})
+
+
 def without(name):
     return lambda t, f: {k: v for k, v in t.items() if k != name}
 
@@ -585,7 +590,6 @@ def fact(**changes):
     return lambda t, f: (t, {k: v for k, v in {**f, **changes}.items() if v is not None})
 
 
-ALONE = fact(pdd_student=None)
 DAMAGED = [
     # VideoX-Fun
     ("videox_fun", LIVE, without("proj_out.weight"), "tensor proj_out.weight is missing; without its bank"),
@@ -637,11 +641,11 @@ DAMAGED = [
     ("modelopt", "pdd_metadata.json", lambda p: json_of(p, inference_blocks=[4, 5]), "allowed are widths whose sum is 8"),
     ("modelopt", "pdd_metadata.json", lambda p: json_of(p, grid_size=4), "grid_size is 4; needed is 8"),
     ("modelopt", WAN, fact(pdd_student="[]"), "pdd_student is not a JSON object"),
-    ("modelopt", WAN, fact(pdd_student='{"sigmas": 3}'), "pdd_student has noise levels that"),
-    ("fastvideo", WAN, fact(pdd_student='{"sigmas": {"video": [1.0, 0.5, 0.0]}}'), "pdd_student has noise levels that"),
-    ("fastvideo", WAN, fact(pdd_student='{"shift": {"video": 0.5}}'), "shift is .* and pdd_student says"),
-    ("fastvideo", WAN, fact(pdd_student='{"expert": "high"}'), "expert is 'high'; allowed is none"),
-    ("modelopt", WAN, fact(pdd_student='{"block_size_min": 2, "student_grid_indices": {"2": [0, 9]}}'), "student_grid_indices"),
+    ("modelopt", WAN, ours(sigmas=3), "pdd_student has noise levels that"),
+    ("fastvideo", WAN, ours(sigmas={"video": [1.0, 0.5, 0.0]}), "pdd_student has noise levels that"),
+    ("fastvideo", WAN, ours(shift={"video": 0.5}), "shift is .* and pdd_student says"),
+    ("fastvideo", WAN, ours(expert="high"), "expert is 'high'; allowed is none"),
+    ("modelopt", WAN, ours(student_grid_indices={"2": [0, 9]}), "student_grid_indices"),
 ]  # fmt: skip
 WHOSE = {"videox_fun": "h3", "comfyui": "h3", "fastvideo": "wan", "modelopt": "wan"}
 
