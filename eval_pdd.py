@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pdd.config import KNOBS, ROOT, Config, ConfigError, Parser, read_yaml, unknown
+from pdd.config import ROOT, Config, ConfigError, Parser, unknown
 
 
 def parser() -> Parser:
@@ -66,11 +66,12 @@ def evaluate(args) -> None:
     from pdd import run as runs
     from pdd.data import Rows
     from pdd.evaluate import Baselines, Space, evaluation_prompts, join_ranks
-    from pdd.formats import CALIBRATED, CONTRACT, read_contract, read_student
+    from pdd.formats import CALIBRATED, CONTRACT, find_student, read_contract, read_student, student_config
     from pdd.report import update_readme, write_report
     from sample_pdd import wanted_prompts
 
-    folder, out = student_folder(args)
+    folder = find_student(args.run, args.student)
+    out = Path(args.out) if args.out else folder if args.student else folder.parent
     for name in ("num", "batch", "trajectories"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
@@ -122,40 +123,6 @@ def evaluate(args) -> None:
     print(f"report  {out / 'report.html'}\nmetrics {out / 'metrics.json'}")
     if args.readme:
         update_readme(ROOT, metrics, pictures)
-
-
-def student_folder(args) -> tuple[Path, Path]:
-    """The student, and where the report goes.
-
-    Raises:
-        ConfigError: none there.
-    """
-    from pdd import run as runs
-
-    if args.student and args.run:
-        raise ConfigError("run and student are both given; allowed is one of them")
-    if args.student:
-        folder = Path(args.student)
-        if not (folder / "pdd_config.json").exists():
-            raise ConfigError(f"student {args.student!r} has no pdd_config.json; allowed is a student's folder")
-        return folder, Path(args.out) if args.out else folder
-    run = Path(args.run) if args.run else runs.newest(complete=True)
-    if run is None:
-        raise ConfigError("there is no complete run under runs/; train one, or name one with --run or --student")
-    if not runs.is_complete(run):
-        raise ConfigError(f"run {str(run)!r} has no finished student; allowed is the folder of a complete run")
-    return run / "student", Path(args.out) if args.out else run
-
-
-def student_config(folder: Path) -> Config:
-    """The knobs of the run that a student lies in; of a student alone, those in its contract."""
-    from pdd.formats import read_contract
-
-    if (folder.parent / "config.yaml").exists():
-        return Config(**read_yaml(folder.parent / "config.yaml"))
-    facts = read_contract(folder)
-    known = {name: value for name, value in {**facts, **facts["size"]}.items() if name in KNOBS}
-    return Config(**{**known, "teacher": facts["base_model"]})
 
 
 def own_device() -> str:

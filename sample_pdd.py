@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pdd.config import Config, ConfigError, Parser, read_yaml, unknown
+from pdd.config import Config, ConfigError, Parser, unknown
 
 
 def parser() -> Parser:
@@ -30,6 +30,7 @@ def parser() -> Parser:
         help="instead of --steps: end a block where its heads part by more than T, such as 0.2",
     )
     flags.add_argument("--run", help="run folder; the newest complete one under runs/ if not given")
+    flags.add_argument("--student", help="a student's folder, in the place of --run")
     flags.add_argument(
         "--second",
         metavar="RUN",
@@ -84,20 +85,16 @@ def sample(args) -> None:
     from pdd.compare import compare
     from pdd.data import Rows
     from pdd.draws import noise
-    from pdd.formats import read_student
+    from pdd.formats import find_student, read_student, student_config
     from pdd.pipeline import TEACHER, Course, load_student, read_second
     from pdd.sampling import initial
     from pdd.student import FusedStudent
 
-    run = Path(args.run) if args.run else runs.newest(complete=True)
-    if run is None:
-        raise ConfigError("there is no complete run under runs/; train one, or name one with --run")
+    folder = find_student(args.run, args.student)
+    run = folder if args.student else folder.parent
     second = args.second if args.second in (None, TEACHER) else Path(args.second)
-    for name, folder in (("run", run), ("second", second)):
-        if isinstance(folder, Path) and not runs.is_complete(folder):
-            raise ConfigError(
-                f"{name} {str(folder)!r} has no finished student; allowed is the folder of a complete run"
-            )
+    if isinstance(second, Path) and not runs.is_complete(second):
+        raise ConfigError(f"second {str(second)!r} has no finished student; allowed is the folder of a complete run")
     if args.compare and second is not None:
         raise ConfigError("compare is true; allowed is a student of the whole clock, without --second")
     for name in ("num", "batch"):
@@ -107,7 +104,7 @@ def sample(args) -> None:
         raise ConfigError(
             f"tol is {args.tol}; allowed is 0 or more, without --steps, --compare, --second and --offload"
         )
-    config = Config(**read_yaml(run / "config.yaml"))
+    config = student_config(folder)
     device = args.device or (
         str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     )
@@ -118,7 +115,7 @@ def sample(args) -> None:
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     try:
         home = device if args.offload == "none" else "cpu"
-        student = read_student(run / "student", dtype, home)
+        student = read_student(folder, dtype, home)
         if second is not None:
             where = second / "student" if isinstance(second, Path) else second
             second = read_second(student, where, args.second_steps, dtype=dtype, device=home)
@@ -130,14 +127,16 @@ def sample(args) -> None:
     for steps, walks in partitions.items():
         if any(len(nodes) <= one.facts["fewest_steps"] for one, nodes in zip(course.students, walks)):
             print(f"warning: --force: {steps} forwards use blocks wider than trained", file=sys.stderr)
+    prompts = wanted_prompts(args)
+    if args.student and prompts and not config.data_dir.is_dir():  # a student from elsewhere has no dataset
+        config = replace(config, data=str(encoded_prompts(prompts, run, config, student, None, device)))
     rows = Rows(config, student.backbone)
     guided = lambda cond: {}  # noqa: E731
     if args.second == TEACHER:
         guided = second_guidance(args, config, student.backbone, rows)
     elif args.second_guidance is not None:
         raise ConfigError(f"second_guidance is {args.second_guidance}; allowed is none, without --second {TEACHER}")
-    prompts = wanted_prompts(args)
-    print(f"run {run}", flush=True)
+    print(f"{'student' if args.student else 'run'} {run}", flush=True)
     if any(prompt not in rows.prompts for prompt in prompts):
         rows.look_up_in(encoded_prompts(prompts, run, config, student, rows, device))
     out = Path(args.out) if args.out else run
@@ -316,7 +315,7 @@ def wanted_prompts(args) -> list[str]:
 
 
 def encoded_prompts(prompts: list[str], run: Path, config: Config, student, rows, device: str) -> Path:
-    """A dataset of all these prompts, as long and as precise as the run's own is.
+    """A dataset of all these prompts, as long and as precise as the run's own ``rows`` are, if there are any.
 
     Raises:
         ConfigError: the base model has no text encoders here, so that its dataset's prompts are all there are.
@@ -327,9 +326,14 @@ def encoded_prompts(prompts: list[str], run: Path, config: Config, student, rows
 
     has_encoders = any(config.teacher_dir.glob("text_encoder*/config.json"))
     if not has_encoders or type(student.backbone).encode_prompts is Backbone.encode_prompts:
+        if rows is None:
+            raise ConfigError(
+                f"base model {config.teacher!r} has no text encoders, and the student no data {config.data!r}"
+            )
         missing = next(prompt for prompt in prompts if prompt not in rows.prompts)
         raise unknown(f"data {str(rows.path)!r}: prompt", missing, rows.prompts)
-    record = read_json(rows.path / ENCODING) if (rows.path / ENCODING).exists() else {}
+    known = rows is not None and (rows.path / ENCODING).exists()
+    record = read_json(rows.path / ENCODING) if known else {}
     flags = ["--device", device, "--dtype", record.get("dtype", "fp32")]
     distinct, length = list(dict.fromkeys(prompts)), record.get("padding", {}).get("max_sequence_length")
     return encoded(run.parent, config.teacher, distinct, config.negative_prompt, length, *flags)

@@ -22,9 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pdd import run as runs
 from pdd.backbones import EXPERTS, Backbone, Size, backbone_for, read_backbone, read_json
-from pdd.config import Config, model_folder
-from pdd.grid import Grid, fewest_blocks, partition, widest_block
+from pdd.config import KNOBS, Config, ConfigError, model_folder, read_yaml
+from pdd.grid import Grid, Ladder, fewest_blocks, partition, widest_block
 from pdd.heads import ParallelHead
 from pdd.lora import Adapters, trained_parts
 from pdd.run import write_json
@@ -328,6 +329,35 @@ class LoadedStudent:
         return [*range(0, self.grid.pdd_steps, stride), self.grid.pdd_steps]
 
 
+def find_student(run: str | None, student: str | None) -> Path:
+    """The student's folder that a script's ``--run`` or ``--student`` means.
+
+    Raises:
+        ConfigError: both are given, or there is none.
+    """
+    if run and student:
+        raise ConfigError("run and student are both given; allowed is one of them")
+    if student:
+        if not (Path(student) / CONTRACT).exists():
+            raise ConfigError(f"student {student!r} has no {CONTRACT}; allowed is a student's folder")
+        return Path(student)
+    folder = Path(run) if run else runs.newest(complete=True)
+    if folder is None:
+        raise ConfigError("there is no complete run under runs/; train one, or name one with --run or --student")
+    if not runs.is_complete(folder):
+        raise ConfigError(f"run {str(folder)!r} has no finished student; allowed is the folder of a complete run")
+    return folder / "student"
+
+
+def student_config(folder: Path) -> Config:
+    """The knobs of the run that a student lies in; of a student alone, those in its contract."""
+    if folder.name == "student" and (folder.parent / "config.yaml").exists():
+        return Config(**read_yaml(folder.parent / "config.yaml"))
+    facts = read_contract(folder)
+    known = {name: v for name, v in {**facts, **facts["size"]}.items() if name in KNOBS and v is not None}
+    return Config(**{**known, "teacher": facts["base_model"]})
+
+
 def read_contract(folder: Path) -> dict[str, Any]:
     """The contract of a student folder.
 
@@ -354,10 +384,21 @@ def read_student(
         ValueError: no student there, its files do not fit together, or no teacher where one is needed.
     """
     facts = read_contract(folder)
-    grid = Grid(facts["pdd_steps"], facts["shift"], facts["grid_max_t"], facts.get("clock_part", (1.0, 0.0)))
+    grid = grid_of(facts)
     read = _read_adapted if facts.get("lora_rank") else _read_whole
     transformer, backbone, adapters = read(folder, facts, dtype, base_model)
     return _loaded(transformer, backbone, grid, facts, device, adapters)
+
+
+def grid_of(facts: dict[str, Any]) -> Grid:
+    """The grid of a contract; only students that came from elsewhere have ``sigmas``.
+
+    Raises:
+        ValueError: no grid has such facts.
+    """
+    if facts.get("sigmas"):
+        return Ladder(facts["sigmas"])
+    return Grid(facts["pdd_steps"], facts["shift"], facts["grid_max_t"], facts.get("clock_part", (1.0, 0.0)))
 
 
 def _read_adapted(
@@ -365,22 +406,42 @@ def _read_adapted(
 ) -> tuple[nn.Module, Backbone, Adapters]:
     component = facts.get("component", "transformer")
     base = model_folder(str(base_model or facts["base_model"]), f"{component}/*.safetensors")
-    config = read_json(base / component / "config.json")
-    backbone = backbone_for({**facts["components"], component: config}, Size(**facts["size"]))
-    backbone.choose(facts.get("expert"))
+    backbone = adapted_backbone(base, facts)
     adapters, heads = read_adapters(folder, backbone, facts)
     dtype = dtype or next(iter(heads.values())).dtype
     weights = adapters.merged(load_transformer(base, dtype, component)) | {
         name: head.to(dtype) for name, head in heads.items()
     }
-    transformer = widen(empty_transformer(config), backbone, facts["pdd_steps"])
+    transformer = widen(empty_transformer(backbone.config), backbone, facts["pdd_steps"])
     _load(transformer, weights, folder)
     return transformer, backbone, adapters
+
+
+def adapted_backbone(base: Path, facts: dict[str, Any]) -> Backbone:
+    """The family of a student of adapters, by its base model's folder and its contract."""
+    component = facts.get("component", "transformer")
+    config = read_json(base / component / "config.json")
+    backbone = backbone_for({**facts["components"], component: config}, Size(**facts["size"]))
+    backbone.choose(facts.get("expert"))
+    return backbone
 
 
 def _read_whole(
     folder: Path, facts: dict[str, Any], dtype: torch.dtype | None, base_model: str | Path | None
 ) -> tuple[nn.Module, Backbone, None]:
+    backbone = whole_backbone(folder, facts)
+    transformer = widen(empty_transformer(backbone.config), backbone, facts["pdd_steps"])
+    weights = in_dtype(read_weights(folder / "transformer"), transformer, dtype)
+    _load(transformer, weights, folder / "transformer")
+    return transformer, backbone, None
+
+
+def whole_backbone(folder: Path, facts: dict[str, Any]) -> Backbone:
+    """The family of a student that is a whole transformer, by its folder and its contract.
+
+    Raises:
+        ValueError: the two say different numbers of heads.
+    """
     config = read_json(folder / "transformer" / "config.json")
     if config.get("pdd_steps") != facts["pdd_steps"]:
         raise ValueError(
@@ -391,10 +452,7 @@ def _read_whole(
     configs = {**facts["components"], facts.get("component", "transformer"): base}
     backbone = backbone_for(configs, Size(**facts["size"]))
     backbone.choose(facts.get("expert"))
-    transformer = widen(empty_transformer(config), backbone, facts["pdd_steps"])
-    weights = in_dtype(read_weights(folder / "transformer"), transformer, dtype)
-    _load(transformer, weights, folder / "transformer")
-    return transformer, backbone, None
+    return backbone
 
 
 def untrained_student(

@@ -163,6 +163,65 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Levels:
+    """Noise levels that are given node by node, in the place of a :class:`Shift`; straight lines between the nodes.
+
+    Attributes:
+        u: clock at the nodes, falling, ``[N+1]``.
+        sigma: noise level at the nodes, falling, ``[N+1]``.
+        shift: what stands for one where a single number is asked for.
+    """
+
+    u: Tensor
+    sigma: Tensor
+    shift: float = 1.0
+
+    def __call__(self, u: Tensor) -> Tensor:
+        i, share = self._place(u, self.u)
+        return torch.lerp(self.sigma[i], self.sigma[i + 1], share)
+
+    def inverse(self, sigma: Tensor) -> Tensor:
+        i, share = self._place(sigma, self.sigma)
+        return torch.lerp(self.u[i], self.u[i + 1], share)
+
+    def slope(self, u: Tensor) -> Tensor:
+        i, _ = self._place(u, self.u)
+        return (self.sigma.diff() / self.u.diff())[i]
+
+    @staticmethod
+    def _place(value: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Interval of every value, and the share of that interval that is gone there."""
+        value = value.to(nodes)
+        i = (torch.searchsorted(-nodes, -value, right=True) - 1).clamp(0, len(nodes) - 2)
+        return i, (value - nodes[i]) / (nodes[i + 1] - nodes[i])
+
+
+class Ladder(Grid):
+    """A grid whose noise levels are given node by node: that of a student from elsewhere which no shift describes.
+
+    Args:
+        sigmas: modality -> noise level at every node, falling from at most 1 to 0, ``N + 1`` of them.
+
+    Raises:
+        ValueError: they do not fall so.
+    """
+
+    def __init__(self, sigmas: Mapping[str, Sequence[float]]):
+        given = {m: torch.tensor(list(levels), dtype=torch.float64) for m, levels in sigmas.items()}
+        for name, levels in given.items():
+            falling = len(levels) > 1 and bool((levels.diff() < 0).all()) and levels[0] <= 1 and levels[-1] == 0
+            if not falling or len(levels) != len(next(iter(given.values()))):
+                raise ValueError(
+                    f"noise levels of modality {name!r} are {list(sigmas[name])}; allowed are some that fall to 0"
+                )
+        first = next(iter(given.values()))
+        super().__init__(len(first) - 1, dict.fromkeys(given, 1.0), float(first[0]))
+        self.schedules = {m: Levels(self.u, levels) for m, levels in given.items()}
+        self.sigma = given  # in the place of the properties
+        self.h = {m: levels.diff() for m, levels in given.items()}
+
+
+@dataclass(frozen=True)
 class Plan:
     """The few linear combinations of heads wanted from one forward, for one modality (design, decision 2).
 

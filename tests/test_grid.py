@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from pdd.grid import Grid, Shift, carried_step_count, fewest_blocks, partition, widest_block
+from pdd.grid import Grid, Ladder, Shift, carried_step_count, fewest_blocks, partition, widest_block
 
 F64 = torch.float64
 
@@ -262,3 +262,30 @@ def test_fused_plan_is_the_mean_over_the_block(start, end):
         assert plan.num_directions == 1 and len(plan.lo) == 1
         weights = grid.fusion_weights(name, start, end)
         assert len(weights) == end - start and float(weights.sum()) == pytest.approx(1, rel=1e-15)
+
+
+def test_a_ladder_has_the_noise_levels_that_it_is_given():
+    """What a shift describes, given node by node, is the same grid; its schedule runs through the nodes, straight between."""
+    shifted = Grid(8, {"video": 5.0, "audio": 2.0}, 1.0)
+    ladder = Ladder({m: s.tolist() for m, s in shifted.sigma.items()})
+    assert ladder.pdd_steps == 8 and ladder.modalities == ("video", "audio")
+    for m, schedule in ladder.schedules.items():
+        torch.testing.assert_close(ladder.sigma[m], shifted.sigma[m], rtol=0, atol=1e-15)
+        torch.testing.assert_close(ladder.h[m], shifted.h[m], rtol=0, atol=1e-15)
+        torch.testing.assert_close(schedule(ladder.u), shifted.sigma[m], rtol=0, atol=1e-15)
+        torch.testing.assert_close(schedule.inverse(ladder.sigma[m]), ladder.u, rtol=0, atol=1e-15)
+        middle = (ladder.u[:-1] + ladder.u[1:]) / 2
+        torch.testing.assert_close(
+            schedule(middle), (ladder.sigma[m][:-1] + ladder.sigma[m][1:]) / 2, rtol=0, atol=1e-15
+        )
+        torch.testing.assert_close(schedule.slope(middle), ladder.h[m] / ladder.u.diff(), rtol=0, atol=1e-12)
+    plan, other = (grid.fused_plan(2, 5)["video"] for grid in (ladder, shifted))
+    torch.testing.assert_close(plan.combine, other.combine, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("levels", [[1.0, 0.5, 0.5, 0.0], [1.0, 0.5], [1.1, 0.0], [0.0], [1.0, float("nan"), 0.0]])
+def test_levels_that_do_not_fall_to_zero_are_no_ladder(levels):
+    with pytest.raises(ValueError, match="allowed are some that fall to 0"):
+        Ladder({"image": levels})
+    with pytest.raises(ValueError, match="allowed are some that fall to 0"):
+        Ladder({"video": [1.0, 0.5, 0.0], "audio": [1.0, 0.0]})
