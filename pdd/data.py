@@ -126,9 +126,9 @@ class Rows:
         self._pass = torch.tensor(self.trained).repeat_interleave(torch.tensor(times))
         kinds = {name: kind for kind, name in enumerate(sorted({self._bucket(i) for i in self.trained}))}
         self._shuffle = Grouped(torch.tensor([kinds[self._bucket(i)] for i in self._pass.tolist()]), config.seed)
-        self._tensors = self.dataset.with_format("torch")
+        self._views: dict[tuple[str, ...], Dataset] = {}
         if config.needs_latents and not self.buckets:
-            self.latent_shapes = {m: tuple(self._tensors[0][c].shape) for m, c in latent_columns.items()}
+            self.latent_shapes = {m: tuple(self._view(c)[0][c].shape) for m, c in latent_columns.items()}
         else:
             try:
                 self.latent_shapes = backbone.latent_shapes()
@@ -201,7 +201,7 @@ class Rows:
     def look_up_in(self, path: Path) -> None:
         """Take prompts and conditioning from another dataset of the same encoders; latents are not to be asked for then."""
         self.path, self.dataset = path, open_dataset(path)
-        self.prompts, self._tensors = list(self.dataset["prompt"]), self.dataset.with_format("torch")
+        self.prompts, self._views = list(self.dataset["prompt"]), {}
 
     def row_of(self, prompt: str) -> Tensor:
         """:meth:`find` as indices ``[1]``."""
@@ -219,8 +219,14 @@ class Rows:
             raise KeyError(prompt) from None
 
     def _read(self, indices: Tensor, columns: list[str], device: torch.device | str) -> dict[str, Tensor]:
-        batch = self._tensors.select_columns(columns)[indices.tolist()]
-        return {c: batch[c].to(device) for c in columns}
+        batch = self._view(*columns)[indices.tolist()]
+        return {c: batch[c].to(device, non_blocking=True) for c in columns}
+
+    def _view(self, *columns: str) -> Dataset:
+        """The dataset with these columns alone, as tensors; kept, for making it takes longer than reading rows."""
+        if columns not in self._views:
+            self._views[columns] = self.dataset.select_columns(list(columns)).with_format("torch")
+        return self._views[columns]
 
 
 def open_dataset(path: Path) -> Dataset:
