@@ -10,11 +10,10 @@ import itertools
 import json
 import os
 import socket
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.chdir(ROOT)
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler says when it starts
 
 
@@ -112,7 +112,6 @@ class Training:
     zero: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        import torch
 
         from pdd.engine import Engine, SharedTeacher, fill_ds_config, freeze, read_ds_config
         from pdd.lora import add_adapters
@@ -178,7 +177,10 @@ class Training:
 
         disable_progress_bars()
         shape, g = latent_shape(self.args.tokens), torch.Generator().manual_seed(2)
-        rows = {"prompt": [f"prompt {i}" for i in range(8)], "prompt_embeds": torch.randn(8, 16, 64, generator=g).numpy()}
+        rows = {
+            "prompt": [f"prompt {i}" for i in range(8)],
+            "prompt_embeds": torch.randn(8, 16, 64, generator=g).numpy(),
+        }
         rows["latents"] = torch.randn(8, *shape, generator=g).numpy()
         kinds = {"prompt_embeds": Array2D((16, 64), "float32"), "latents": Array4D(shape, "float32")}
         self.folder = tempfile.TemporaryDirectory()
@@ -187,9 +189,7 @@ class Training:
         backbone = type(self.backbone)(self.backbone.configs, config.size)
         student, teacher = self.roles()
         world = int(os.environ["WORLD_SIZE"])
-        objective = Objective(
-            config, student.grid, student, teacher, Rows(config, backbone), rank, world, self.device
-        )
+        objective = Objective(config, student.grid, student, teacher, Rows(config, backbone), rank, world, self.device)
         meter, steps = Meter(config.pdd_steps, config.block_size_max), itertools.count()
 
         def step() -> None:
@@ -204,29 +204,31 @@ class Training:
 # ------------------------------------------------------------------------------------------------ time and memory
 
 
-def turns(cases: Mapping[Any, Callable[[], Any]], repeats: int, warm: int = 1) -> dict[Any, list[float]]:
-    """Seconds of every case, in rounds; a round runs each case once, every other one in reverse order.
+def turns(cases: Mapping[Any, Callable[[], Any]], rounds: int, warm: int = 1, wall: bool = False) -> dict[Any, float]:
+    """Least seconds of every case; a round runs each case once, every other one in reverse order.
 
-    On a CPU they are seconds of this process's threads on a processor: other work on the machine does not count.
+    On a CPU they are seconds that this process had a processor, so that other work on the machine does not count.
+
+    Args:
+        wall: seconds that passed, there too.
     """
     import torch
 
-    wait, clock = (torch.cuda.synchronize, time.perf_counter) if accelerated() else (lambda: None, time.process_time)
-    seconds: dict[Any, list[float]] = {name: [] for name in cases}
-    for i in range(-warm, repeats):
+    wait, clock = (lambda: None), time.process_time
+    if accelerated():
+        wait = torch.cuda.synchronize
+    if accelerated() or wall:
+        clock = time.perf_counter
+    least = dict.fromkeys(cases, float("inf"))
+    for i in range(-warm, rounds):
         for name in list(cases) if i % 2 else reversed(list(cases)):
             wait()
             began = clock()
             cases[name]()
             wait()
             if i >= 0:
-                seconds[name].append(clock() - began)
-    return seconds
-
-
-def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Median over rounds of a / b."""
-    return statistics.median(x / y for x, y in zip(a, b))
+                least[name] = min(least[name], clock() - began)
+    return least
 
 
 def allocated(function: Callable[[], Any]) -> tuple[int, int]:
@@ -258,7 +260,7 @@ def matrix_rate(device, dtype) -> float:
 
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in "ab")
-    return 2 * size**3 / min(turns({"": lambda: a @ b}, 5, 2)[""])
+    return 2 * size**3 / turns({"": lambda: a @ b}, 5, 2)[""]
 
 
 def flops(function: Callable[[], Any]) -> int:
@@ -273,24 +275,43 @@ def flops(function: Callable[[], Any]) -> int:
 # ------------------------------------------------------------------------------------------------ ranks and tables
 
 
-def on_ranks(script: str, ranks: int, argv: Sequence[str], threads: int) -> Any:
-    """Run a benchmark's ranks; rank 0 writes its figures to the file that ``--out`` names."""
+def on_ranks(measure: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """What ``measure(*args)`` returns on rank 0 of so many ranks, each a fork of this process.
+
+    This process must not have used a GPU: a fork of it could not.
+    """
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         listener.close()
-        out = Path(folder, "figures.json")
-        place = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads}
-        started = []
-        if not accelerated():
-            place["DS_ACCELERATOR"] = "cpu"
+        out, started = Path(folder, "figures.json"), []
+        sys.stdout.flush()
         for rank in range(ranks):
-            own = {k: str(v) for k, v in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            command = [sys.executable, script, *argv, "--out", str(out)]
-            started.append(subprocess.Popen(command, env={**os.environ, **own}, stdout=sys.stderr, cwd=ROOT))
-        if any([rank.wait() for rank in started]):
+            started.append(os.fork())
+            if started[-1] == 0:
+                place = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                os.environ.update({k: str(v) for k, v in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()})
+                _rank(measure, args, out)
+        if any([os.waitpid(process, 0)[1] for process in started]):
             sys.exit("a rank failed")
         return json.loads(out.read_text())
+
+
+def _rank(measure: Callable[..., Any], args: Sequence[Any], out: Path) -> None:
+    """The life of a rank; nothing of its parent's comes after it."""
+    code = 1
+    try:
+        os.dup2(2, 1)  # what libraries print is no figure
+        if not accelerated():
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        figures = measure(*args)
+        if os.environ["RANK"] == "0":
+            out.write_text(json.dumps(figures))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -1,7 +1,7 @@
 """Time and memory of the last layer: heads read through a plan, all heads materialised, and the plain linear.
 
-    python benchmarks/head_path.py                  # of Wan's size, N 32, 128, 256, about a minute; --json prints one JSON object
-    python benchmarks/head_path.py --tokens 32760   # 81 frames of 480 x 832; materialising them takes some 16 GB a sample at N 128
+    python benchmarks/head_path.py                  # of Wan's size, N 32, 128, 256, minutes; --json prints one JSON object
+    python benchmarks/head_path.py --tokens 32760   # 81 frames of 480 x 832; 16 GB and more for all heads at N 128
 
 Every sample wants a displacement, a supervised head and an advance, as in training. Materialising is what a trainer does that
 calls one linear of N times the rows and integrates its output. Activations are the tensors allocated at the peak of forward
@@ -10,20 +10,18 @@ and backward, less the gradients that are left afterwards, which every form has.
 
 from __future__ import annotations
 
-import statistics
+import json
 
-from common import allocated, device, median_ratio, parser, show, turns
+from common import allocated, device, parser, show, turns
 
 
-def main() -> None:
-    flags = parser(__doc__, tokens=2048, width=1536, out=64, window=32, repeats=9)
+def main(argv: list[str] | None = None) -> None:
+    flags = parser(__doc__, tokens=2048, width=1536, out=64, window=32, rounds=5)
     flags.add_argument("--steps", type=int, nargs="+", default=[32, 128, 256], help="N (default 32 128 256)")
     flags.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="default 1 2")
-    args = flags.parse_args()
+    args = flags.parse_args(argv)
     figures = measure(args)
     if args.json:
-        import json
-
         return print(json.dumps(figures))
     columns = ["N", "batch", "time / plain", "materialised / time", "materialised / activations"]
     columns += ["forward / plain", "MB", "materialised MB", "bank's gradient MB"]
@@ -49,7 +47,7 @@ def measure(args) -> dict:
     out = {"tokens": args.tokens, "width": args.width, "out": args.out, "window": args.window, "device": str(where)}
     out |= {"dtype": str(dtype), "cases": [], "forward_growth": {}}
     for batch in args.batches:
-        forwards, calls, banks = {}, {}, {}
+        forwards, calls, parameters, bytes_of = {}, {}, {}, {}
         g = torch.Generator().manual_seed(0)
         hidden = torch.randn(batch, args.tokens, args.width, generator=g).to(where, dtype).requires_grad_()
         for steps in args.steps:
@@ -78,45 +76,37 @@ def measure(args) -> dict:
                 return linear(hidden)
 
             target = torch.randn(batch, args.tokens, args.out, generator=g).to(where, dtype)
-            for name, form, parameters in (
-                ("planned", planned, bank), ("materialised", materialised, every), ("plain", plain, linear),
-            ):  # fmt: skip
+            forms = {"planned": (planned, bank), "materialised": (materialised, every), "plain": (plain, linear)}
+            for name, (form, module) in forms.items():
 
-                def both(form=form, parameters=parameters, target=target):
-                    parameters.zero_grad()
+                def both(form=form, module=module, target=target):
+                    module.zero_grad()
                     hidden.grad = None
                     form().backward(target)
 
-                calls[name, steps], forwards[name, steps] = both, form
-            banks[steps] = sum(p.numel() * p.element_size() for p in bank.parameters())
-        seconds, forward_seconds = turns(calls, args.repeats), turns(forwards, args.repeats)
+                calls[name, steps], parameters[name, steps] = both, module
+                if name != "materialised":
+                    forwards[name, steps] = form
+            bytes_of[steps] = sum(p.numel() * p.element_size() for p in bank.parameters())
+        seconds, forward_seconds = turns(calls, args.rounds), turns(forwards, 4 * args.rounds)
         for steps in args.steps:
-            peaks = {}
+            gradients, activations = bytes_of[steps] + hidden.numel() * hidden.element_size(), {}
             for name in ("planned", "materialised"):
-                calls[name, steps]()
-
-                def clean_call(call=calls[name, steps]):
-                    call()
-
-                hidden.grad = None
-                peak, left = allocated(clean_call)
-                peaks[name] = peak, left
-            gradients = banks[steps] + hidden.numel() * hidden.element_size()
-            activations = {name: peak - gradients for name, (peak, _) in peaks.items()}
+                hidden.grad = parameters[name, steps].weight.grad = parameters[name, steps].bias.grad = None
+                activations[name] = allocated(calls[name, steps])[0] - gradients
+                parameters[name, steps].zero_grad()
+            whole, forward = seconds["planned", steps], forward_seconds["planned", steps]
             out["cases"].append({
-                "pdd_steps": steps, "batch": batch,
-                "seconds": statistics.median(seconds["planned", steps]),
-                "forward_seconds": statistics.median(forward_seconds["planned", steps]),
-                "over_plain": median_ratio(seconds["planned", steps], seconds["plain", steps]),
-                "forward_over_plain": median_ratio(forward_seconds["planned", steps], forward_seconds["plain", steps]),
-                "materialised_over": median_ratio(seconds["materialised", steps], seconds["planned", steps]),
-                "peaks": peaks,
+                "pdd_steps": steps, "batch": batch, "seconds": whole, "forward_seconds": forward,
+                "over_plain": whole / seconds["plain", steps],
+                "forward_over_plain": forward / forward_seconds["plain", steps],
+                "materialised_over": seconds["materialised", steps] / whole,
                 "activation_bytes": activations["planned"], "materialised_activation_bytes": activations["materialised"],
                 "materialised_activations_over": activations["materialised"] / activations["planned"],
-                "bank_gradient_bytes": banks[steps],
+                "bank_gradient_bytes": bytes_of[steps],
             })  # fmt: skip
-        first, last = min(args.steps), max(args.steps)
-        out["forward_growth"][batch] = median_ratio(forward_seconds["planned", last], forward_seconds["planned", first])
+        first, last = (forward_seconds["planned", steps] for steps in (min(args.steps), max(args.steps)))
+        out["forward_growth"][batch] = last / first
     return out
 
 

@@ -8,8 +8,9 @@ two steps: shards of weights, masters and Adam's averages, the teacher's shard, 
 most that it holds in a step: gathered weights, activations and gradients are there, too. What ZeRO-3 keeps gathered, and its
 buffers, are made as small beside this model as their defaults are beside a large one.
 
-A parameter is *needed* once in each forward that it takes part in, and once more in backward where a gradient passes it; a
-gather more than that is *extra*.
+A gather of a parameter is *needed* once for each forward that it takes part in, and once for the student's backward; more are
+*extra*. PEFT looks at the dtype of an adapter's down matrix from outside of its module, which makes ZeRO-3 gather those that
+are not too small to be sharded with the linear that they adapt, in the teacher's forward, too.
 """
 
 from __future__ import annotations
@@ -17,28 +18,22 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 from common import Training, accelerated, allocated, on_ranks, parser, show
 
+MODES = ("full", "adapters")
 
-MODES = {"full": 0, "adapters": 1}
 
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     flags = parser(__doc__, layers=8, width=512, tokens=64, batch=1)
     flags.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="default 1 2 4")
-    flags.add_argument("--mode", help=argparse.SUPPRESS)
-    flags.add_argument("--out", help=argparse.SUPPRESS)
-    args, argv = flags.parse_args(), sys.argv[1:]
-    if args.out:
-        return measure(args)
+    flags.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: both")
+    args = flags.parse_args(argv)
     cases = [
-        {"mode": mode, "ranks": ranks, **on_ranks(__file__, ranks, [*argv, "--mode", mode], args.threads)}
-        for mode in MODES
+        {"mode": mode, "ranks": ranks, **on_ranks(measure, ranks, args, mode)}
+        for mode in args.modes
         for ranks in args.ranks
     ]
     for case in cases:
@@ -48,39 +43,39 @@ def main() -> None:
         return print(json.dumps({**vars(args), "cases": cases}))
     rows = [
         [f"{c['mode']}, {c['ranks']} rank{'s' * (c['ranks'] > 1)}", c["states_bytes"] / 2**20, c["states_of_first"],
-         c["peak_bytes"] / 2**20, c["peak_of_first"], c["gathers"], c["needed"], c["extra"]]
+         c["peak_bytes"] / 2**20, c["peak_of_first"], c["gathers"], c["needed"], c["extra"],
+         f"{c['extra_elements']:.2%}"]
         for c in cases
     ]  # fmt: skip
-    columns = ["", "states, MiB", "ratio", "peak, MiB", "ratio", "gathers a step", "needed", "extra"]
+    columns = ["", "states, MiB", "ratio", "peak, MiB", "ratio", "gathers a step", "needed", "extra", "of elements"]
     title = f"{cases[0]['parameters']:,} parameters, {args.layers} layers of width {args.width}, "
     show(title + f"{args.batch} x {args.tokens} tokens a rank", columns, rows)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes the figures."""
+def measure(args: argparse.Namespace, mode: str) -> dict:
+    """One rank."""
     from pdd.engine import Processes
 
-    block, lora = 20 * args.width**2, bool(MODES[args.mode])  # about the parameters of one
+    block, lora = 20 * args.width**2, mode == "adapters"  # about the parameters of a block
     zero = {"stage3_max_live_parameters": 2 * block, "stage3_max_reuse_distance": block, "reduce_bucket_size": block}
-    zero |= {"stage3_prefetch_bucket_size": block // 2, "stage3_param_persistence_threshold": 4 * args.width}
-    with Processes() as processes:
+    zero |= {"stage3_prefetch_bucket_size": block // 2, "stage3_param_persistence_threshold": 65 * args.width}
+    with Processes():
         training = Training(args, 3, lora, zero=zero)
         step = training.step("simulate")
         for _ in range(3):
             step()
         counts = gathers(step)
-        needed = {p.ds_id: need(name, lora) for name, p in training.model.named_parameters() if not p.ds_persist}
-        if not lora:
-            needed |= {p.ds_id: 1 for p in training.teacher_model.module.parameters() if not p.ds_persist}
+        uses = {p: need(name, lora) for name, p in training.model.named_parameters()}
+        uses |= {p: 1 for p in ([] if lora else training.teacher_model.module.parameters())}
+        needed, sizes = ({p.ds_id: v for p, v in d.items()} for d in (uses, {p: p.ds_numel for p in uses}))
+        extra = {p: count - needed[p] for p, count in counts.items() if count > needed[p]}
         states = held()
-        peak = states + allocated(step)[0]
-        if processes.rank == 0:
-            figures = {
-                "parameters": training.parameters, "states_bytes": states, "peak_bytes": peak,
-                "gathers": sum(counts.values()), "needed": sum(needed.values()),
-                "extra": sum(max(count - needed[p], 0) for p, count in counts.items()),
-            }  # fmt: skip
-            Path(args.out).write_text(json.dumps(figures))
+        return {
+            "parameters": training.parameters, "states_bytes": states, "peak_bytes": states + allocated(step)[0],
+            "gathers": sum(counts.values()), "needed": sum(needed[p.ds_id] for p in uses if not p.ds_persist),
+            "extra": sum(extra.values()),
+            "extra_elements": sum(count * sizes[p] for p, count in extra.items()) / sum(n * sizes[p] for p, n in needed.items()),
+        }  # fmt: skip
 
 
 def need(name: str, lora: bool) -> int:
