@@ -280,7 +280,10 @@ def check_coverage(config: Config, world: int) -> None:
 
 
 class Meter:
-    """Averages between two log lines: losses, loss by distance k - n, and where the forwards started."""
+    """Averages between two log lines: losses, loss by distance k - n, and where the forwards started.
+
+    What is on a device stays there until a line is written: to fetch it would be to wait for the step.
+    """
 
     BINS = 4
 
@@ -289,11 +292,9 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
-        import torch
-
         self.sums: dict[str, object] = {}
         self.count, self.updates, self.seconds = 0, 0, 0.0
-        self.by_distance = torch.zeros(2, self.BINS, dtype=torch.float64)
+        self.samples: list[tuple] = []  # (bin, loss) of a round's supervised heads
         self.latest: dict[str, float] = {}
         self.lost = 0  # trajectories dropped since their state was not finite
         self.pending: list[tuple] = []
@@ -310,10 +311,7 @@ class Meter:
             for name, value in named.items():
                 self.sums[name] = self.sums.get(name, 0) + value
             self.count += 1
-            bins = (facts["distance"] * self.BINS // self.width).flatten()
-            sample = per_sample.double().cpu().flatten()
-            self.by_distance[0].index_add_(0, bins, sample)
-            self.by_distance[1].index_add_(0, bins, sample.new_ones(len(sample)))
+            self.samples.append(((facts["distance"] * self.BINS // self.width).flatten(), per_sample.flatten()))
             self.lost += int(facts["lost"].sum()) if "lost" in facts else 0
             self.latest = {"block_start": float(facts["n"].double().mean())}
             if "rung" in facts:
@@ -330,12 +328,15 @@ class Meter:
             return {"loss": None, "seconds_per_step": seconds}
         names = list(self.sums)
         packed = torch.cat([
-            torch.stack([torch.as_tensor(self.sums[n]).double().cpu() for n in names]) / self.count,
+            torch.stack([self.sums[n].double() for n in names]).cpu() / self.count,
             torch.tensor([self.seconds / self.updates], dtype=torch.float64),
             torch.tensor(list(self.latest.values()), dtype=torch.float64),
         ])  # fmt: skip
         packed = (processes.sum(packed) / processes.world).tolist()
-        total, count = processes.sum(self.by_distance).tolist()
+        bins, losses = (torch.cat(parts).cpu() for parts in zip(*self.samples))
+        by_distance = torch.zeros(2, self.BINS, dtype=torch.float64)
+        by_distance.index_add_(1, bins, torch.stack([losses.double(), torch.ones(len(losses), dtype=torch.float64)]))
+        total, count = processes.sum(by_distance).tolist()
         out: dict[str, float | None] = dict(zip([*names, "seconds_per_step", *self.latest], packed))
         for i, (a, b) in enumerate(zip(total, count)):
             lower, upper = i * self.width // self.BINS, (i + 1) * self.width // self.BINS

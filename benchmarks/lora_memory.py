@@ -8,39 +8,27 @@ float32. Counted is what a process has resident at most, beyond what it has once
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from common import on_ranks, parser, show
 
 SIZES = {"tiny": (2, 128), "large": (8, 832)}  # layers, width
 RANK = 16
 
 
-def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_argument("--run", nargs=2, metavar=("TEACHER", "LORA_RANK"), help=argparse.SUPPRESS)  # one measurement
-    args = flags.parse_args()
-    if args.run:
-        return measure(*args.run)
+def main(argv: list[str] | None = None) -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="default: all")
+    args = flags.parse_args(argv)
     figures = {}
-    for size in SIZES:
+    for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            call = [sys.executable, "-c", f"import lora_memory; lora_memory.build({folder!r}, *{SIZES[size]!r})"]
-            count = int(subprocess.run(call, cwd=ROOT / "benchmarks", check=True, stdout=subprocess.PIPE).stdout)
-            peaks = {}
-            for mode, rank in (("full", 0), ("lora", RANK)):
-                command = [sys.executable, __file__, "--run", folder, str(rank)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-                peaks[mode] = json.loads(done.stdout.splitlines()[-1])
+            count = on_ranks(build, 1, folder, *SIZES[size])
+            peaks = {mode: on_ranks(measure, 1, folder, rank) for mode, rank in (("full", 0), ("lora", RANK))}
         figures[size] = {
             "parameters": count, "full_bytes": peaks["full"], "lora_bytes": peaks["lora"],
             "ratio": peaks["full"] / peaks["lora"],
@@ -48,14 +36,12 @@ def main() -> None:
     if args.json:
         print(json.dumps(figures))
         return
-    print(f"{'':<8}{'parameters':>14}{'full':>12}{'LoRA':>12}{'ratio':>8}")
-    for size, f in figures.items():
-        peaks = "".join(f"{f[k] / 2**20:>8.0f} MiB" for k in ("full_bytes", "lora_bytes"))
-        print(f"{size:<8}{f['parameters']:>14,}{peaks}{f['ratio']:>8.2f}")
+    rows = [[size, *(f[k] / 2**20 for k in ("full_bytes", "lora_bytes")), f["ratio"]] for size, f in figures.items()]
+    show("most resident memory of a rank", ["", "full, MiB", "adapters, MiB", "ratio"], rows)
 
 
-def build(folder: str, layers: int, width: int) -> None:
-    """Save a random teacher and one prompt's conditioning; prints the number of parameters."""
+def build(folder: str, layers: int, width: int) -> int:
+    """Save a random teacher and one prompt's conditioning; the number of its parameters."""
     import torch
     from datasets import Dataset, disable_progress_bars
     from diffusers import SD3Transformer2DModel
@@ -72,13 +58,11 @@ def build(folder: str, layers: int, width: int) -> None:
     row |= {"pooled_prompt_embeds": torch.randn(1, 64).tolist()}
     row["prompt_embeds"] = [row["prompt_embeds"][0]]
     Dataset.from_dict(row).save_to_disk(f"{folder}/conditioning")
-    print(sum(p.numel() for p in transformer.parameters()))
+    return sum(p.numel() for p in transformer.parameters())
 
 
-def measure(teacher: str, rank: str) -> None:
-    """Train in this process and print, last, the bytes that were resident at most beyond those at the start."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    os.chdir(ROOT)
+def measure(teacher: str, rank: int) -> int:
+    """Train in this process: bytes that were resident at most beyond those at the start."""
     import datasets  # noqa: F401
     import deepspeed  # noqa: F401
     import diffusers  # noqa: F401
@@ -94,12 +78,12 @@ def measure(teacher: str, rank: str) -> None:
             f"teacher: {teacher}\npdd_steps: 8\nblock_size_min: 8\nblock_size_max: 8\nmax_train_steps: 2\n"
         )
         # the export is left out: it is rank 0's alone, and at its end
-        flags = ["--lora_rank", rank, "--run", f"{folder}/run", "--stop_after", "2", "--max_train_steps", "3"]
+        flags = ["--lora_rank", str(rank), "--run", f"{folder}/run", "--stop_after", "2", "--max_train_steps", "3"]
         pdd.engine.Engine.save = lambda self, *args: None
         code = train_pdd.main(["--ds_config", "ds_configs/zero3.json", "--recipe", str(recipe), *flags])
     if code:
         sys.exit(code)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
 if __name__ == "__main__":

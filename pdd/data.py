@@ -128,11 +128,11 @@ class Rows:
         self._pass = torch.tensor(self.trained).repeat_interleave(torch.tensor(times))
         kinds = {name: kind for kind, name in enumerate(sorted({self._bucket(i) for i in self.trained}))}
         self._shuffle = Grouped(torch.tensor([kinds[self._bucket(i)] for i in self._pass.tolist()]), config.seed)
-        self._tensors = self.dataset.with_format("torch")
+        self._views: dict[tuple[str, ...], Dataset] = {}
         latents = list(latent_columns.values()) if config.needs_latents else []
         self._check_columns([*backbone.columns, *(() if self.buckets else latents)])
         if config.needs_latents and not self.buckets:
-            self.latent_shapes = {m: tuple(self._tensors[self.trained[0]][c].shape) for m, c in latent_columns.items()}
+            self.latent_shapes = {m: tuple(self._view(c)[self.trained[0]][c].shape) for m, c in latent_columns.items()}
             self._check_channels()
         else:
             try:
@@ -153,7 +153,7 @@ class Rows:
         """Are they numbers, of one shape in all rows? Lengths are read from the table's own offsets, not from its values."""
         for column in columns:
             name = f"data {str(self.path)!r}: column {column!r}"
-            value = self._tensors.select_columns([column])[self.trained[0]][column]
+            value = self._view(column)[self.trained[0]][column]
             if not torch.is_tensor(value):
                 raise ConfigError(
                     f"{name} is {self.dataset.features[column]}; allowed are numbers of one shape in all rows"
@@ -237,7 +237,7 @@ class Rows:
     def look_up_in(self, path: Path) -> None:
         """Take prompts and conditioning from another dataset of the same encoders; latents are not to be asked for then."""
         self.path, self.dataset = path, open_dataset(path)
-        self.prompts, self._tensors = list(self.dataset["prompt"]), self.dataset.with_format("torch")
+        self.prompts, self._views = list(self.dataset["prompt"]), {}
 
     def row_of(self, prompt: str) -> Tensor:
         """:meth:`find` as indices ``[1]``."""
@@ -255,7 +255,7 @@ class Rows:
             raise KeyError(prompt) from None
 
     def _read(self, indices: Tensor, columns: list[str], device: torch.device | str) -> dict[str, Tensor]:
-        batch = self._tensors.select_columns(columns)[indices.tolist()]
+        batch = self._view(*columns)[indices.tolist()]
         for c in columns:
             if not bool(batch[c].isfinite().all()):
                 row = next(i for i, value in zip(indices.tolist(), batch[c]) if not bool(value.isfinite().all()))
@@ -263,7 +263,13 @@ class Rows:
                     f"data {str(self.path)!r}: column {c!r} of row {row} has a number that is not finite",
                     everywhere=False,
                 )
-        return {c: batch[c].to(device) for c in columns}
+        return {c: batch[c].to(device, non_blocking=True) for c in columns}
+
+    def _view(self, *columns: str) -> Dataset:
+        """The dataset with these columns alone, as tensors; kept, for making it takes longer than reading rows."""
+        if columns not in self._views:
+            self._views[columns] = self.dataset.select_columns(list(columns)).with_format("torch")
+        return self._views[columns]
 
 
 def open_dataset(path: Path) -> Dataset:

@@ -68,7 +68,7 @@ class ParallelHead(nn.Module):
 
         Backward scatters into the bank's gradient once; rows that no sample asked for get exactly zero.
         """
-        flat = k.to(self.weight.device).flatten()
+        flat = k.to(self.weight.device, non_blocking=True).flatten()
         weight = self.weight.index_select(0, flat).unflatten(0, k.shape)  # [B, S, out, in]
         bias = None if self.bias is None else self.bias.index_select(0, flat).unflatten(0, k.shape)
         return _apply(hidden, weight, bias)
@@ -76,16 +76,17 @@ class ParallelHead(nn.Module):
     def _fuse(self, lo: Tensor, combine: Tensor) -> tuple[Tensor, Tensor | None]:
         """Band ``[B, D, W]`` from heads ``lo`` -> fused ``[B, D, out, in]`` and ``[B, D, out]``, float32 or better.
 
-        Samples that start at the same head share one read of the bank's window; nothing outside it is touched.
+        Samples that start at the same head share one read of the bank's window; nothing outside it is touched. Plans come
+        from the CPU and are copied without waiting: a GPU still has the whole transformer before it when this is called.
         """
         width = combine.shape[2]
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        combine = combine.to(self.weight.device, dtype)
+        combine = combine.to(self.weight.device, dtype, non_blocking=True)
         weight = combine.new_empty(*combine.shape[:2], *self.weight.shape[1:])
         bias = None if self.bias is None else combine.new_empty(*combine.shape[:2], self.bias.shape[1])
         with without_autocast(combine.device.type):  # sums over many heads stay in float32
             for start in lo.unique().tolist():
-                rows = torch.nonzero(lo == start)[:, 0].to(self.weight.device)
+                rows = torch.nonzero(lo == start)[:, 0].to(self.weight.device, non_blocking=True)
                 band = combine[rows]  # [b, D, W]
                 window = slice(start, start + width)
                 weight[rows] = torch.einsum("bdw,woi->bdoi", band, self.weight[window].to(dtype))

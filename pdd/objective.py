@@ -133,7 +133,7 @@ def _x0_from_points(x: Tensor, y: Tensor, sigma_x: Tensor, sigma_y: Tensor) -> T
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:
-    return values.to(like).view(-1, *[1] * (like.ndim - 1))
+    return values.to(like, non_blocking=True).view(-1, *[1] * (like.ndim - 1))
 
 
 class Objective:

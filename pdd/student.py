@@ -108,7 +108,7 @@ class Student:
     def directions(self, state: State, starts: Tensor, cond: dict[str, Tensor], plans: Mapping[str, Plan]) -> State:
         """One forward at nodes ``starts`` ``[B]``: the plans' directions ``[B, D, ...]`` per modality."""
         device = next(iter(state.values())).device
-        sigma = {m: s[starts].to(device, torch.float32) for m, s in self.grid.sigma.items()}
+        sigma = {m: s[starts].to(device, torch.float32, non_blocking=True) for m, s in self.grid.sigma.items()}
         return self.model(state, sigma, cond, plans)
 
     def block(self, cond: dict[str, Tensor]) -> Callable[[State, int, int], State]:
@@ -163,7 +163,8 @@ class FusedStudent:
         def predict(state: State, start: int, end: int) -> State:
             self.place(start, end)
             x = next(iter(state.values()))
-            sigma = {m: s[start].to(x.device, torch.float32).expand(len(x)) for m, s in self.grid.sigma.items()}
+            there = {m: s[start].to(x.device, torch.float32, non_blocking=True) for m, s in self.grid.sigma.items()}
+            sigma = {m: s.expand(len(x)) for m, s in there.items()}
             return {m: v[:, 0] for m, v in self.model(state, sigma, cond).items()}
 
         return predict

@@ -62,7 +62,7 @@ def rk_target(field: Field, state: State, k: Tensor, grid: Grid, rule: str) -> S
 def _add(x: Tensor, terms: list[tuple[Tensor, Tensor]]) -> Tensor:
     """``x + sum_i coefficient_i [B] * tensor_i [B, ...]``."""
     for coefficient, tensor in terms:
-        x = x + coefficient.to(x).view(-1, *[1] * (x.ndim - 1)) * tensor.to(x.dtype)
+        x = x + coefficient.to(x, non_blocking=True).view(-1, *[1] * (x.ndim - 1)) * tensor.to(x.dtype)
     return x
 
 
@@ -148,7 +148,7 @@ class Teacher:
     def velocity(self, state: State, u: Tensor, cond: dict[str, Tensor]) -> State:
         """Guided velocity at base clock ``u`` ``[B]``, per modality ``[B, ...]``: ``v + sum of weight (v - weaker v)``."""
         device = next(iter(state.values())).device
-        sigma = {m: f(u).to(device, torch.float32) for m, f in self.grid.schedules.items()}
+        sigma = {m: f(u).to(device, torch.float32, non_blocking=True) for m, f in self.grid.schedules.items()}
         v, *weaker = self._predictions(state, sigma, cond)
         if not weaker:
             return v

@@ -60,8 +60,8 @@ def equal(a: dict, b: dict) -> bool:
 
 
 SERVER = """
-import io, json, os, sys, tempfile, traceback
-sys.path.insert(0, os.getcwd())
+import importlib, io, json, os, sys, tempfile, traceback
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "benchmarks")]
 import deepspeed, diffusers, datasets, torch
 import deepspeed.runtime.zero.muon.muon_optimizer  # or every child imports half of the compiler for it
 import pdd.compare, pdd.engine, pdd.formats, pdd.objective, pdd.report, pdd.validation
@@ -84,7 +84,7 @@ for request in sys.stdin:
                 try:
                     exec(prelude)
                     scripts = {"train": train_pdd, "sample": sample_pdd, "eval": eval_pdd, "encode": encode_prompts}
-                    code = scripts[script].main(argv)
+                    code = (scripts.get(script) or importlib.import_module(script)).main(argv) or 0
                 except SystemExit as leaving:
                     code = leaving.code or 0
                 except BaseException:
