@@ -238,7 +238,7 @@ def read_bank(tensors, backbone: Backbone, steps: int, said, options: Options, w
             f"needed is one of {OFFSETS}, {HEAD_MAJOR}"
         )
     dtype = said.get("pdd_head_dtype")
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and dtype not in list(DTYPES):
         raise ValueError(f"{where}: pdd_head_dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
     heads = {}
     for name, (n, out, *rest) in head_shapes(backbone, steps).items():
