@@ -519,6 +519,7 @@ def test_every_export_has_a_card(name, form, words, students, tmp_path):
         assert text in card.content, text
     expected = {"videox_fun": "| 4 | 0, 2, 4, 6, 8 |", "diffusers": "| 2 | 0, 4, 8 |"}
     assert expected.get(form, "| 4 |") in card.content
+    assert ("scheduler simple, CFG 1" in card.content) == (form == "comfyui")
 
 
 def test_the_average_is_read_where_there_are_two(students, teachers, tmp_path):
