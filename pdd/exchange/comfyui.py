@@ -48,8 +48,9 @@ from pdd.lora import Adapters, targeted
 SUMMARY = "MiniMax-H3 for ComfyUI's own loaders: its names, a bank of head 0 and offsets"
 BANK, TRUNK = "comfyui_pdd.safetensors", "comfyui_diffusion_model.safetensors"
 HINT = (
-    f"In ComfyUI: `{BANK}` through the stock adapter loader at strength 1, on the base model, or on `{TRUNK}` where that is here too; "
-    "sampler euler, scheduler simple, CFG 1, the shifts below, and a number of steps whose blocks are all equally wide."
+    f"In ComfyUI: `{BANK}` through the stock adapter loader at strength 1, on the base model, or on `{TRUNK}` where that "
+    "is here too; sampler euler, scheduler simple, CFG 1, the shifts below, and a number of steps whose blocks are all "
+    "equally wide."
 )
 PREFIX = "diffusion_model."
 # Diffusers' names -> ComfyUI's, by the start and by the end of a module's name
