@@ -69,7 +69,7 @@ def export(args) -> None:
         raise ConfigError(f"out is {args.out!r}, which exists; allowed is a new folder")
 
     from pdd.exchange import format_of, formats
-    from pdd.exchange.base import load_portable, new_folder, save_portable, with_base
+    from pdd.exchange.base import load_portable, new_folder, save_portable
     from pdd.exchange.card import write_card
     from pdd.formats import find_student
 
@@ -83,7 +83,7 @@ def export(args) -> None:
         if args.source:
             student = format_of(args.source[0]).read(Path(args.source[1]), options)
         else:
-            student = with_base(load_portable(find_student(args.run, args.student), args.base_model), args.base_model)
+            student = load_portable(find_student(args.run, args.student), args.base_model)
         with new_folder(out) as draft:
             if args.to:
                 format_of(args.to).write(student, draft, options)

@@ -450,6 +450,19 @@ def test_a_foreign_modelopt_folder_is_read_at_its_cut_grid(teachers, tmp_path):
     same_student(tmp_path / "back", tmp_path / "twice")
 
 
+def test_a_bank_whose_layout_nobody_says_is_refused_and_a_flag_says_it(students, teachers, tmp_path, capsys):
+    """Wan unpatchifies inside, so an undeclared bank may be in either order."""
+    export("--to", "modelopt", "--student", students["wan"], "--out", tmp_path / "x", "--force")
+    weights, sidecar = tmp_path / "x" / WAN, tmp_path / "x" / "pdd_metadata.json"
+    save_file(load_file(weights), weights, {k: v for k, v in header(weights).items() if k != "pdd_bank_layout"})
+    json_of(sidecar, pdd_bank_layout=...)
+    words = ["--from", "modelopt", tmp_path / "x", "--base_model", teachers["wan"]]
+    export(*words, "--out", tmp_path / "back", code=2)
+    assert "pdd_bank_layout is None; a bank of two axes needs one of" in capsys.readouterr().err
+    export(*words, "--layout", "absolute_patch_major", "--out", tmp_path / "back")
+    same_student(students["wan"], tmp_path / "back")
+
+
 # ---------------------------------------------------------------------------------------------- Diffusers
 
 
@@ -506,6 +519,7 @@ def test_every_export_has_a_card(name, form, words, students, tmp_path):
         assert text in card.content, text
     expected = {"videox_fun": "| 4 | 0, 2, 4, 6, 8 |", "diffusers": "| 2 | 0, 4, 8 |"}
     assert expected.get(form, "| 4 |") in card.content
+    assert ("scheduler simple, CFG 1" in card.content) == (form == "comfyui")
 
 
 def test_the_average_is_read_where_there_are_two(students, teachers, tmp_path):
@@ -636,7 +650,10 @@ DAMAGED = [
         json.dumps({"weight_map": {"proj_out.weight": "../../other.safetensors"}})), "names '../../other.safetensors'"),
     # Model-Optimizer
     ("modelopt", "transformer/config.json", lambda p: json_of(p, out_channels=33), "out_channels is 33; allowed are multiples"),
-    ("modelopt", WAN, fact(pdd_bank_layout=None), "a bank of two axes needs one of"),
+    ("modelopt", WAN, fact(pdd_bank_layout="absolute_head_major"), "a bank of two axes needs one of"),
+    ("fastvideo", WAN, fact(pdd_bank_layout="base_plus_offsets"), "pdd_bank_layout is 'base_plus_offsets'; allowed is"),
+    ("comfyui", BANK, fact(pdd_head_dtype="[]"), "pdd_head_dtype is "),
+    ("comfyui", BANK, fact(grid_max_t="2.0"), "grid_max_t is 2.0 and pdd_student says"),
     ("modelopt", WAN, fact(pdd_bank_layout="base_plus_offsets"), "a bank of two axes needs one of"),
     ("modelopt", "pdd_metadata.json", lambda p: json_of(p, inference_blocks=[4, 5]), "allowed are widths whose sum is 8"),
     ("modelopt", "pdd_metadata.json", lambda p: json_of(p, grid_size=4), "grid_size is 4; needed is 8"),

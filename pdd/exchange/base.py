@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -518,7 +518,3 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise ConfigError(f"out {str(out)!r} cannot be written: {error}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def with_base(student: Portable, base_model: str | None) -> Portable:
-    return student if base_model is None else replace(student, facts={**student.facts, "base_model": base_model})

@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 from pdd.backbones import read_json
+from pdd.exchange import format_of
 from pdd.exchange.base import Options, Portable, base_of, shifts_of, step_counts, wanted_steps
 
 TASKS = {"image": "text-to-image", "video": "text-to-video"}
 ROWS = 12  # of the table of step counts
 
 OURS = """```python
-from pdd.pipeline import load_student  # https://arxiv.org/abs/2607.26004; from the repository that made this file
+from pdd.pipeline import load_student  # of the repository that made this file
 
 pipe = load_student("{folder}", base_model="{base}")
 pipe("a prompt", num_inference_steps={steps}, guidance_scale=1)
@@ -117,6 +118,7 @@ def write_card(student: Portable, folder: Path, name: str, options: Options) -> 
         "## Sample it",
         "",
         how,
+        *([f"\n{hint}"] if (hint := getattr(format_of(name), "HINT", "")) else []),
         "",
         "## Numbers of forwards",
         "",

@@ -47,6 +47,11 @@ from pdd.lora import Adapters, targeted
 
 SUMMARY = "MiniMax-H3 for ComfyUI's own loaders: its names, a bank of head 0 and offsets"
 BANK, TRUNK = "comfyui_pdd.safetensors", "comfyui_diffusion_model.safetensors"
+HINT = (
+    f"In ComfyUI: `{BANK}` through the stock adapter loader at strength 1, on the base model, or on `{TRUNK}` where that "
+    "is here too; sampler euler, scheduler simple, CFG 1, the shifts below, and a number of steps whose blocks are all "
+    "equally wide."
+)
 PREFIX = "diffusion_model."
 # Diffusers' names -> ComfyUI's, by the start and by the end of a module's name
 STARTS = {
@@ -238,7 +243,7 @@ def read_bank(tensors, backbone: Backbone, steps: int, said, options: Options, w
             f"needed is one of {OFFSETS}, {HEAD_MAJOR}"
         )
     dtype = said.get("pdd_head_dtype")
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and dtype not in list(DTYPES):
         raise ValueError(f"{where}: pdd_head_dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
     heads = {}
     for name, (n, out, *rest) in head_shapes(backbone, steps).items():

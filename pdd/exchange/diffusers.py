@@ -86,7 +86,7 @@ def write_pipeline(student: Portable, folder: Path, options: Options) -> None:
     write_json(folder / "model_index.json", {**index, **scheduler})
     sigmas = levels[0][nodes[:-1]].tolist()
     own = {"pdd_steps": student.facts["pdd_steps"], "pdd_step_indices": nodes, "sigmas": sigmas,
-           "pdd_allowed_steps": list(step_counts(student.facts))}  # fmt: skip
+           "pdd_allowed_steps": [steps]}  # fmt: skip
     if steps > 1:
         save_file(heads, folder / BLOCKS, metadata(student, options, **own))
     write_json(folder / "pdd_blocks.json", spoken(metadata(student, options, **own)))

@@ -166,6 +166,8 @@ def read(path: Path, options: Options) -> Portable:
     require_base(config, backbone.config, {"pdd_steps": steps}, path / component / "config.json")
     tensors, header = read_component(path / component)
     where = str(path / component)
+    if header.get(LAYOUT, HEAD_MAJOR) != HEAD_MAJOR:
+        raise ValueError(f"{where}: {LAYOUT} is {header[LAYOUT]!r}; allowed is {HEAD_MAJOR}")
     heads = split_banks(tensors, backbone, steps, HEAD_MAJOR, where)
     knobs: dict[str, Any] = {"pdd_steps": steps, "shift": shifts, "grid_max_t": MAX_T}
     if OURS not in header:

@@ -15,8 +15,6 @@ from pdd.backbones import Backbone, read_json
 from pdd.exchange.base import (
     HEAD_MAJOR,
     LAYOUT,
-    LAYOUTS,
-    OFFSETS,
     OURS,
     PATCH_MAJOR,
     Options,
@@ -134,11 +132,12 @@ def read(path: Path, options: Options) -> Portable:
         )
     tensors, header = read_component(folder)
     # the format's banks are head-major where that is all there can be; elsewhere somebody must say
-    layout = header.get(LAYOUT) or options.layout or (HEAD_MAJOR if layout_of(backbone) == HEAD_MAJOR else None)
-    if layout not in LAYOUTS or layout == OFFSETS or (options.layout or layout) != layout:
+    said = [v for v in (header.get(LAYOUT), sidecar.get(LAYOUT), options.layout) if v is not None]
+    layout = said[0] if said else HEAD_MAJOR if layout_of(backbone) == HEAD_MAJOR else None
+    if layout not in (HEAD_MAJOR, PATCH_MAJOR) or any(v != layout for v in said):
         raise ValueError(
-            f"{where}: {LAYOUT} is {header.get(LAYOUT)!r} and layout is {options.layout!r}; a bank of two axes needs one of "
-            f"{HEAD_MAJOR}, {PATCH_MAJOR}"
+            f"{where}: {LAYOUT} is {' and '.join(map(str, said)) or None}; a bank of two axes needs one of {HEAD_MAJOR}, "
+            f"{PATCH_MAJOR}"
         )
     heads = split_banks(tensors, backbone, steps, layout, where)
     shift = sidecar.get("flow_shift")
