@@ -1,6 +1,6 @@
 """Memory of a rank under ZeRO-3, and what is gathered in a step, on 1, 2 and 4 ranks.
 
-    python benchmarks/zero3_memory.py               # CPU ranks, about two minutes; --json prints one JSON object
+    python benchmarks/zero3_memory.py               # CPU ranks, minutes; --json prints one JSON object
     python benchmarks/zero3_memory.py --layers 30 --width 1536 --tokens 4096 --ranks 1 2 4 8          # on that many GPUs
 
 Training is as train_pdd.py sets it up, a frozen teacher beside the student. *States* are all tensors that a rank holds between
@@ -27,7 +27,7 @@ MODES = ("full", "adapters")
 
 
 def main(argv: list[str] | None = None) -> None:
-    flags = parser(__doc__, layers=8, width=512, tokens=64, batch=1)
+    flags = parser(__doc__, layers=6, width=512, tokens=64, batch=1)
     flags.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="default 1 2 4")
     flags.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: both")
     args = flags.parse_args(argv)
@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict:
     from pdd.engine import Processes
 
     block, lora = 20 * args.width**2, mode == "adapters"  # about the parameters of a block
-    zero = {"stage3_max_live_parameters": 2 * block, "stage3_max_reuse_distance": block, "reduce_bucket_size": block}
+    zero = {"stage3_max_live_parameters": 2 * block, "stage3_max_reuse_distance": block, "reduce_bucket_size": block // 10}
     zero |= {"stage3_prefetch_bucket_size": block // 2, "stage3_param_persistence_threshold": 65 * args.width}
     with Processes():
         training = Training(args, 3, lora, zero=zero)
