@@ -26,7 +26,6 @@ from pdd import run as runs
 from pdd.backbones import EXPERTS, Backbone, Size, backbone_for, read_backbone, read_json
 from pdd.config import KNOBS, Config, ConfigError, model_folder, read_yaml
 from pdd.grid import Grid, Ladder, fewest_blocks, partition, widest_block
-from pdd.heads import ParallelHead
 from pdd.lora import Adapters, trained_parts
 from pdd.run import write_json
 from pdd.student import widen
@@ -288,7 +287,6 @@ class LoadedStudent:
         backbone: its family.
         grid: the grid its heads belong to.
         facts: its contract.
-        banks: modality -> its heads.
         adapters: those it was trained with, if any.
     """
 
@@ -296,7 +294,6 @@ class LoadedStudent:
     backbone: Backbone
     grid: Grid
     facts: dict[str, Any]
-    banks: dict[str, ParallelHead]
     adapters: Adapters | None = None
 
     def nodes(self, steps: int, force: bool = False, calibrated: bool = True) -> list[int]:
@@ -485,5 +482,4 @@ def _loaded(
     device: str,
     adapters: Adapters | None = None,
 ) -> LoadedStudent:
-    banks = {m: transformer.get_submodule(head.module) for m, head in backbone.heads.items()}
-    return LoadedStudent(transformer.to(device).eval().requires_grad_(False), backbone, grid, facts, banks, adapters)
+    return LoadedStudent(transformer.to(device).eval().requires_grad_(False), backbone, grid, facts, adapters)

@@ -14,7 +14,7 @@ from pdd.backbones import read_backbone
 from pdd.config import Config, Guidance
 from pdd.data import Rows
 from pdd.draws import noise
-from pdd.formats import LoadedStudent, contract, load_transformer, read_student, save_student
+from pdd.formats import LoadedStudent, contract, empty_transformer, load_transformer, read_student, save_student
 from pdd.pipeline import Course, PDDScheduler, load_student
 from pdd.sampling import endpoint, initial
 from pdd.student import FusedStudent, Velocity, head_parameters, widen
@@ -174,7 +174,8 @@ def test_every_step_is_its_own_expert_s(boundary, shift, teacher):
         backbone.boundary = boundary
         backbone.choose(expert)
         facts = {"student_grid_indices": None, "block_size_max": 9}
-        students.append(LoadedStudent(None, backbone, backbone.grid(9, {"video": shift}, 0.999), facts))
+        transformer = empty_transformer(backbone.config)
+        students.append(LoadedStudent(transformer, backbone, backbone.grid(9, {"video": shift}, 0.999), facts))
     scheduler = PDDScheduler.of(Course(students[1], students[0], 4))
     scheduler.set_timesteps(7)
     asked = [bool(t >= boundary * scheduler.config.num_train_timesteps) for t in scheduler.timesteps]
@@ -249,7 +250,7 @@ def test_trajectories_start_where_the_expert_s_part_does(expert, runs):
         if expert == "low":
             student = read_student(runs / expert / "student")
             config = Config(**{**TRAINED, "teacher": str(runs), "expert": "low", "data": str(runs / "data-low")})
-            row = int(Rows(config, student.backbone).shuffled(torch.tensor([serial])))
+            row = int(Rows(config, student.backbone).shuffled(torch.tensor([serial]), 1))
             expected = 0.125 * saved[row]["latents"] + 0.875 * eps
         torch.testing.assert_close(state["0.state.video"][0], expected)
 
