@@ -209,7 +209,7 @@ def test_the_published_h3_layout_is_read(teachers, tmp_path):
     u = torch.linspace(1, 0, 33, dtype=torch.float64)
     for m, s in {"video": 12.0, "audio": 3.0}.items():  # the grid of its trainer
         torch.testing.assert_close(student.grid.sigma[m], s * u / (1 + (s - 1) * u), rtol=0, atol=1e-12)
-    assert torch.equal(student.banks["audio"].weight, tensors["audio_proj_out.weight"].float())
+    assert torch.equal(student.transformer.audio_proj_out.weight, tensors["audio_proj_out.weight"].float())
     name = "transformer_blocks.1.adaln_proj.linear"
     moved = (
         base.state_dict()[f"{name}.weight"].float()
@@ -338,7 +338,9 @@ def test_a_comfyui_bank_gives_the_fused_heads_by_its_rule(students, tmp_path):
             offsets[0] = 0
             fused = bank[0] + torch.einsum("n,noi->oi", w, offsets[start:stop])
             plan = student.grid.fused_plan(start, stop)[m]
-            ours = student.banks[m]._fuse(plan.lo, plan.combine)[0][0, 0]
+            ours = student.transformer.get_submodule(student.backbone.heads[m].module)._fuse(plan.lo, plan.combine)[0][
+                0, 0
+            ]
             torch.testing.assert_close(fused.float(), ours.float(), rtol=1e-4, atol=1e-5)
 
 

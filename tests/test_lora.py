@@ -186,7 +186,7 @@ def test_the_adapters_load_in_a_plain_pipeline(stages):
     assert moved >= len(loaded.adapters.tensors) - 1  # the last block's text stream is idle
     down, up = loaded.adapters.tensors["transformer_blocks.0.attn.to_q"]
     assert down.shape == (4, 64) and up.shape == (64, 4)
-    assert loaded.banks["image"].weight.shape == (16, 4, 64)
+    assert loaded.transformer.proj_out.weight.shape == (16, 4, 64)
 
 
 def test_a_merged_student_is_the_adapted_one(warm, stages, tmp_path):
