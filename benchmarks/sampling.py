@@ -3,8 +3,9 @@
     python benchmarks/sampling.py                   # about a minute; --json prints one JSON object
     python benchmarks/sampling.py --layers 30 --width 1536 --tokens 32760 --steps 4 --compile         # Wan 1.3 B, on a GPU
 
-The student walks from noise to a sample as sample_pdd.py does; the teacher, of the same size, is called K times and nothing is
-done with what it says. Both take turns. The fused heads are built by the first sample, whose share in that is a column.
+The student walks from noise to a sample as sample_pdd.py does; the teacher, which shares all its weights but the last linear,
+is called K times and nothing is done with what it says. Both take turns. Fused heads are built once, before; a column says
+what that took.
 """
 
 from __future__ import annotations
@@ -42,13 +43,12 @@ def measure(args) -> list[dict]:
     from pdd.student import FusedStudent, Velocity, widen
 
     where, dtype = device(args.threads)
-    models = [wan(args.layers, args.width, where, dtype).eval().requires_grad_(False) for _ in range(2)]
+    model = wan(args.layers, args.width, where, dtype).eval().requires_grad_(False)
     if args.compile:
-        for model in models:
-            model.compile_repeated_blocks()
-    backbone, grid = family(models[0]), Grid(args.pdd_steps, {"video": 3.0})
-    teacher = Velocity(models[0], backbone)
-    student = FusedStudent(widen(models[1], backbone, args.pdd_steps), backbone, grid)
+        model.compile_repeated_blocks()
+    backbone, grid, head = family(model), Grid(args.pdd_steps, {"video": 3.0}), model.proj_out
+    teacher = Velocity(model, backbone)
+    student = FusedStudent(widen(model, backbone, args.pdd_steps), backbone, grid)
     state, cond = inputs(args.tokens, args.batch, where)
     calls, fusing = {}, {}
     for steps in args.steps:
@@ -57,6 +57,7 @@ def measure(args) -> list[dict]:
 
         @torch.no_grad()
         def teach(sigmas=sigmas):
+            model.proj_out = head
             for sigma in sigmas:
                 teacher(state, sigma, cond)
 

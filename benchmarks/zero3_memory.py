@@ -57,7 +57,11 @@ def measure(args: argparse.Namespace, mode: str) -> dict:
     from pdd.engine import Processes
 
     block, lora = 20 * args.width**2, mode == "adapters"  # about the parameters of a block
-    zero = {"stage3_max_live_parameters": 2 * block, "stage3_max_reuse_distance": block, "reduce_bucket_size": block // 10}
+    zero = {
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": block,
+        "reduce_bucket_size": block // 10,
+    }
     zero |= {"stage3_prefetch_bucket_size": block // 2, "stage3_param_persistence_threshold": 65 * args.width}
     with Processes():
         training = Training(args, 3, lora, zero=zero)
