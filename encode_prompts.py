@@ -200,7 +200,7 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
             f"teacher {args.teacher!r} is {type(backbone).__name__}, whose prompts cannot be encoded here yet; its dataset "
             f"needs the columns prompt, {', '.join(backbone.columns)}"
         )
-    if args.media and type(backbone).encode_media is Backbone.encode_media:
+    if args.media and not backbone.encodes_media:
         family = type(backbone).__name__
         raise ConfigError(f"media is true; allowed is prompts alone, {family} encodes no media here")
     buckets = media_buckets(args, backbone) if args.media else []

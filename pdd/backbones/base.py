@@ -90,6 +90,7 @@ class Backbone:
     max_sequence_length = 512  # tokens of an encoded prompt, where the pipeline is called without saying
     padding_side = "right"  # of encoded prompts
     frame_rate = 0.0  # frames per second of a family's videos
+    encodes_media = True  # are real pictures, videos and sounds made latents here?
     picture_mode = "RGB"  # channels of the pictures and frames that its autoencoder takes
     blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
     batched = True  # does the transformer take several samples? else each has a forward of its own

@@ -44,6 +44,7 @@ class MiniMaxH3(Backbone):
     heads = {"video": Head("proj_out"), "audio": Head("audio_proj_out")}
     columns = ("prompt_embeds", "prompt_embeds_mask")
     blocks = "transformer_blocks"
+    encodes_media = False
     batched = False
     default = {"height": 768, "width": 1344, "num_frames": 124}  # its pipeline's
 
