@@ -19,4 +19,4 @@ demo: install
 	python sample_pdd.py --steps 1 2 4 8 --compare
 
 test: install
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q --durations 10 tests
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 10 tests
