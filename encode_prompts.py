@@ -27,7 +27,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from pdd.config import ConfigError, Parser, model_folder
+from pdd.config import ConfigError, Parser, model_folder, status_of
 from pdd.prompts import encoded_folder, read_rows
 
 
@@ -62,13 +62,7 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        encode(parser().parse_args(argv), rank, world)
-        return 0
-    except ConfigError as error:
-        if rank == 0:
-            print(f"encode_prompts.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
+    return status_of("encode_prompts.py", lambda: encode(parser().parse_args(argv), rank, world))
 
 
 def encoded(
@@ -180,8 +174,8 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
     from pdd.backbones import Backbone, read_backbone
     from pdd.buckets import MediaEncoder, name_of
     from pdd.data import ENCODING, encoder_fingerprint
-    from pdd.formats import load_autoencoders, text_pipeline
-    from pdd.run import write_json
+    from pdd.formats import PRECISIONS, load_autoencoders, text_pipeline
+    from pdd.run import own_device, write_json
 
     out = Path(args.out)
     for name in ("batch", "part"):
@@ -245,12 +239,7 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
     starts = range(0, len(prompts), args.part)
     mine = [start for start in starts[rank::world] if not (parts / f"{start:09d}.parquet").exists()]
     if mine:
-        device = args.device or (
-            f"{torch.accelerator.current_accelerator()}:{os.environ.get('LOCAL_RANK', 0)}"
-            if torch.accelerator.is_available()
-            else "cpu"
-        )
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+        device, dtype = args.device or own_device(), PRECISIONS[args.dtype]
         try:
             pipe = text_pipeline(teacher, backbone.encoders, dtype, device)
         except ValueError as error:

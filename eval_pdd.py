@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pdd.config import ROOT, Config, ConfigError, Parser, unknown
+from pdd.config import ROOT, Config, ConfigError, Parser, status_of, unknown
 
 
 def parser() -> Parser:
@@ -43,13 +43,11 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    try:
+    def action() -> None:
         evaluate(parser().parse_args(argv))
         leave_ranks()
-        return 0
-    except ConfigError as error:
-        print(f"eval_pdd.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
+
+    return status_of("eval_pdd.py", action)
 
 
 def leave_ranks() -> None:
@@ -66,7 +64,7 @@ def evaluate(args) -> None:
     from pdd import run as runs
     from pdd.data import Rows
     from pdd.evaluate import Baselines, Space, evaluation_prompts, join_ranks
-    from pdd.formats import CALIBRATED, CONTRACT, find_student, read_contract, read_student, student_config
+    from pdd.formats import CALIBRATED, CONTRACT, PRECISIONS, find_student, read_contract, read_student, student_config
     from pdd.report import update_readme, write_report
     from sample_pdd import wanted_prompts
 
@@ -81,8 +79,8 @@ def evaluate(args) -> None:
     if args.readme and not {1, 2, 4} <= set(args.steps):
         raise ConfigError(f"steps is {args.steps}; with --readme allowed are those that have 1, 2 and 4")
     first = join_ranks() == 0
-    device = args.device or own_device()
-    dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    device = args.device or runs.own_device()
+    dtype = PRECISIONS.get(args.dtype)
     try:
         student = read_student(folder, dtype, device)
         for steps in (*args.steps, *(args.calibrate or [])):
@@ -123,19 +121,6 @@ def evaluate(args) -> None:
     print(f"report  {out / 'report.html'}\nmetrics {out / 'metrics.json'}")
     if args.readme:
         update_readme(ROOT, metrics, pictures)
-
-
-def own_device() -> str:
-    """This rank's accelerator, or the CPU."""
-    import os
-
-    import torch
-
-    if not torch.accelerator.is_available():
-        return "cpu"
-    kind = torch.accelerator.current_accelerator().type
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    return f"{kind}:{os.environ.get('LOCAL_RANK', 0)}"
 
 
 CANDIDATES = 32  # nodes at which the blocks of a calibrated partition may begin

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pdd.config import ConfigError, Parser
+from pdd.config import ConfigError, Parser, status_of
 from pdd.exchange import REGISTRY
 
 
@@ -51,12 +51,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        export(parser().parse_args(argv))
-        return 0
-    except ConfigError as error:
-        print(f"export_pdd.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
+    return status_of("export_pdd.py", lambda: export(parser().parse_args(argv)))
 
 
 def export(args) -> None:

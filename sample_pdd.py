@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pdd.config import Config, ConfigError, Parser, unknown
+from pdd.config import Config, ConfigError, Parser, status_of, unknown
 
 
 def parser() -> Parser:
@@ -69,12 +69,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        sample(parser().parse_args(argv))
-        return 0
-    except ConfigError as error:
-        print(f"sample_pdd.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
+    return status_of("sample_pdd.py", lambda: sample(parser().parse_args(argv)))
 
 
 def sample(args) -> None:
@@ -85,7 +80,7 @@ def sample(args) -> None:
     from pdd.compare import compare
     from pdd.data import Rows
     from pdd.draws import noise
-    from pdd.formats import find_student, read_student, student_config
+    from pdd.formats import PRECISIONS, find_student, read_student, student_config
     from pdd.pipeline import TEACHER, Course, load_student, read_second
     from pdd.sampling import initial
     from pdd.student import FusedStudent
@@ -105,14 +100,12 @@ def sample(args) -> None:
             f"tol is {args.tol}; allowed is 0 or more, without --steps, --compare, --second and --offload"
         )
     config = student_config(folder)
-    device = args.device or (
-        str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-    )
+    device = args.device or runs.own_device()
     if args.offload != "none" and torch.device(device).type == "cpu":
         raise ConfigError(f"offload is {args.offload!r} and the device is the CPU; allowed is none, or an accelerator")
     if args.compare and (args.offload != "none" or args.tiling):
         raise ConfigError("compare measures latents by its own sampler; allowed is neither offload nor tiling with it")
-    dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    dtype = PRECISIONS.get(args.dtype)
     try:
         home = device if args.offload == "none" else "cpu"
         student = read_student(folder, dtype, home)

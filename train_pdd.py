@@ -18,23 +18,19 @@ knob. Ctrl-C and SIGTERM save a checkpoint and end the run; --resume continues i
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 from pathlib import Path
 
 from pdd import run as runs
-from pdd.config import NUMBERS, Config, ConfigError, parse_training
+from pdd.config import NUMBERS, Config, ConfigError, parse_training, status_of
 
 
 def main(argv: list[str]) -> int:
-    try:
-        return train(argv)
-    except ConfigError as error:
+    status = status_of("train_pdd.py", lambda: train(argv))
+    if status == 2:
         runs.release()
-        if not error.everywhere or os.environ.get("RANK", "0") == "0":
-            print(f"train_pdd.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
+    return status
 
 
 def train(argv: list[str]) -> int:
@@ -48,7 +44,7 @@ def train(argv: list[str]) -> int:
     from pdd.backbones import read_backbone
     from pdd.data import Rows
     from pdd.engine import Engine, Processes, SharedTeacher, StopSignal, fill_ds_config, freeze, read_ds_config
-    from pdd.formats import contract, empty_transformer, load_transformer, save_trained
+    from pdd.formats import PRECISIONS, contract, empty_transformer, load_transformer, save_trained
     from pdd.lora import add_adapters, targeted
     from pdd.objective import Objective
     from pdd.pictures import grid as picture_grid
@@ -205,9 +201,7 @@ def train(argv: list[str]) -> int:
                 return 128 + interrupted if interrupted else bool(problem)
 
         bar.close()
-        stored = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
-            config.export_dtype
-        ]
+        stored = PRECISIONS.get(config.export_dtype)  # none of auto: as trained
         weights = engine.whole_weights(stored, trained_only=bool(config.lora_rank))
         if first:
             weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}

@@ -8,7 +8,7 @@ described by its states, its rungs and its trajectories' serial numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,7 +99,7 @@ class TrajectoryCarry:
         """
         slot = self.slots[index]
         rung, serial = slot.rung + 1, slot.serial
-        lost = ~torch.stack([x.isfinite().flatten(1).all(1).cpu() for x in state.values()]).all(0)
+        lost = ~torch.stack([x.isfinite().flatten(1).all(1) for x in state.values()]).all(0).cpu()
         done = (rung >= self.num_rungs) | lost
         if bool(done.any()):
             lap = torch.div(serial - self.positions(index), self.total, rounding_mode="floor") + 1
@@ -121,7 +121,7 @@ class TrajectoryCarry:
         return out | ({"layout": torch.tensor([self.num_slots, self.batch, self.first_lap])} if out else {})
 
     def load_state_dict(
-        self, ranks: list[dict[str, Tensor]], device: torch.device, fresh: Callable[[Tensor], State]
+        self, ranks: Sequence[dict[str, Tensor]], device: torch.device, fresh: Callable[[Tensor], State]
     ) -> tuple[int, int] | None:
         """Take up what :meth:`state_dict` gave on every rank.
 
@@ -135,13 +135,16 @@ class TrajectoryCarry:
         Returns:
             None, or when they were dealt again how many went on, and how many there now are.
         """
-        saved = [_slots(tensors, device) for tensors in ranks]
-        if not any(saved):
+        mine = ranks[self.rank] if len(ranks) == self.world else {}
+        if mine and mine["layout"][:2].tolist() == [self.num_slots, self.batch]:
+            self.first_lap, slots = int(mine["layout"][2]), _slots(mine, device)
+            self.slots[: len(slots)] = slots
             return None
-        slots, batch, self.first_lap = next(tensors["layout"] for tensors in ranks if tensors).tolist()
-        if (len(ranks), slots, batch) == (self.world, self.num_slots, self.batch):
-            self.slots[: len(saved[self.rank])] = saved[self.rank]
+        everything = [tensors for tensors in ranks if tensors]
+        if not everything:
             return None
+        saved = [_slots(tensors, torch.device("cpu")) for tensors in everything]
+        slots, batch, _ = everything[0]["layout"].tolist()
         pool = [(slot, row) for i in range(slots) for mine in saved for slot in mine[i : i + 1] for row in range(batch)]
         self.first_lap = max(int(slot.serial.max()) for slot, _ in pool) // self.total + 1
         # a slot that no rank has anything for starts as in a new run: all ranks or none walk to staggered starts

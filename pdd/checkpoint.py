@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,19 @@ def read_own(folder: Path, rank: int) -> dict[str, Tensor]:
     """A rank's own tensors; none where it saved none."""
     path = folder / f"trajectories-{rank:05d}.safetensors"
     return load_file(path) if path.exists() else {}
+
+
+class Own(Sequence):
+    """Every saving rank's own tensors, read when they are asked for: a rank of an unchanged layout wants its own alone."""
+
+    def __init__(self, folder: Path, ranks: int):
+        self.folder, self.ranks = folder, range(ranks)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, rank: int) -> dict[str, Tensor]:
+        return read_own(self.folder, self.ranks[rank])
 
 
 class Shards:

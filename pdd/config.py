@@ -10,7 +10,9 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,6 +37,16 @@ class ConfigError(ValueError):
     def __init__(self, message: str, everywhere: bool = True):
         super().__init__(message)
         self.everywhere = everywhere
+
+
+def status_of(script: str, action: Callable[[], int | None]) -> int:
+    """Exit status of a script: what it returns, or 2 after the one line of its :class:`ConfigError`."""
+    try:
+        return action() or 0
+    except ConfigError as error:
+        if not error.everywhere or os.environ.get("RANK", "0") == "0":
+            print(f"{script}: error: {error}", file=sys.stderr, flush=True)
+        return 2
 
 
 def knob(default: Any, help: str, unit: str = "", choices: Sequence[str] = (), fixed: bool = False) -> Any:

@@ -129,9 +129,10 @@ class Rows:
         kinds = {name: kind for kind, name in enumerate(sorted({self._bucket(i) for i in self.trained}))}
         self._shuffle = Grouped(torch.tensor([kinds[self._bucket(i)] for i in self._pass.tolist()]), config.seed)
         self._views: dict[tuple[str, ...], Dataset] = {}
-        latents = list(latent_columns.values()) if config.needs_latents else []
-        self._check_columns([*backbone.columns, *(() if self.buckets else latents)])
-        if config.needs_latents and not self.buckets:
+        of_one_shape = latent_columns if config.needs_latents and not self.buckets else {}
+        columns = [*backbone.columns, *of_one_shape.values()]
+        self._check_columns(columns)
+        if of_one_shape:
             self.latent_shapes = {m: tuple(self._view(c)[self.trained[0]][c].shape) for m, c in latent_columns.items()}
             self._check_channels()
         else:
@@ -147,7 +148,7 @@ class Rows:
         except ValueError as error:  # a size that the teacher cannot make
             raise ConfigError(f"data {str(self.path)!r}: {error}") from None
         # what is read later is looked at then
-        self._read(torch.tensor(self.trained[:16]), [*backbone.columns, *(() if self.buckets else latents)], "cpu")
+        self._read(torch.tensor(self.trained[:16]), columns, "cpu")
 
     def _check_columns(self, columns: list[str]) -> None:
         """Are they numbers, of one shape in all rows? Lengths are read from the table's own offsets, not from its values."""

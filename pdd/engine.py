@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -541,7 +541,7 @@ class Engine:
     def _failed(outcomes: list[tuple[str | None, Any]]) -> str | None:
         return next((error for error, _ in outcomes if error), None)
 
-    def load(self, run: Path, on_damage: str) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    def load(self, run: Path, on_damage: str) -> tuple[dict[str, Any], Sequence[dict[str, Tensor]]]:
         """Load the newest checkpoint that is whole: the facts of its ``state.json``, and every rank's own tensors. Collective.
 
         It may have been saved by any number of ranks, under any ZeRO stage.
@@ -568,7 +568,7 @@ class Engine:
         problem = self._failed(_together(lambda: self._restore(checkpoint.Shards(folder), facts)))
         if problem is not None:
             raise ConfigError(problem)
-        return facts, [checkpoint.read_own(folder, r) for r in range(facts["world_size"])]
+        return facts, checkpoint.Own(folder, facts["world_size"])
 
     @torch.no_grad()
     def _restore(self, shards: checkpoint.Shards, facts: dict[str, Any]) -> None:

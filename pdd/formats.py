@@ -35,6 +35,7 @@ MODULAR_INDEX = "modular_model_index.json"
 CALIBRATED = "calibrated_grid_indices"  # contract's entry: number of forwards -> nodes
 ADAPTERS = "pytorch_lora_weights.safetensors"  # the name that Diffusers looks for
 HEADS = "pdd_heads.safetensors"
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of weights, by their flags' names
 
 
 def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transformer") -> nn.Module:
@@ -416,9 +417,14 @@ def _read_adapted(
 
 def adapted_backbone(base: Path, facts: dict[str, Any]) -> Backbone:
     """The family of a student of adapters, by its base model's folder and its contract."""
-    component = facts.get("component", "transformer")
-    config = read_json(base / component / "config.json")
-    backbone = backbone_for({**facts["components"], component: config}, Size(**facts["size"]))
+    return _backbone(facts, read_json(base / facts.get("component", "transformer") / "config.json"))
+
+
+def _backbone(facts: dict[str, Any], config: dict[str, Any]) -> Backbone:
+    """The family of a contract and its transformer's configuration."""
+    # "expert", "component" and "clock_part" are not in the contracts of older students
+    configs = {**facts["components"], facts.get("component", "transformer"): config}
+    backbone = backbone_for(configs, Size(**facts["size"]))
     backbone.choose(facts.get("expert"))
     return backbone
 
@@ -444,12 +450,7 @@ def whole_backbone(folder: Path, facts: dict[str, Any]) -> Backbone:
         raise ValueError(
             f"{folder}: transformer/config.json has pdd_steps {config.get('pdd_steps')}, {CONTRACT} has {facts['pdd_steps']}"
         )
-    base = {k: v for k, v in config.items() if k != "pdd_steps"}
-    # "expert", "component" and "clock_part" are not in the contracts of older students
-    configs = {**facts["components"], facts.get("component", "transformer"): base}
-    backbone = backbone_for(configs, Size(**facts["size"]))
-    backbone.choose(facts.get("expert"))
-    return backbone
+    return _backbone(facts, {k: v for k, v in config.items() if k != "pdd_steps"})
 
 
 def untrained_student(

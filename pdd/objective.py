@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -179,7 +180,7 @@ class Objective:
         """This rank's trajectories; empty without any."""
         return self.carry.state_dict() if self.carry is not None else {}
 
-    def load_state_dict(self, ranks: list[dict[str, Tensor]], step: int, seen: int) -> tuple[int, int] | None:
+    def load_state_dict(self, ranks: Sequence[dict[str, Tensor]], step: int, seen: int) -> tuple[int, int] | None:
         """Take up every saving rank's :meth:`state_dict`; see :meth:`pdd.carry.TrajectoryCarry.load_state_dict`."""
         if self.rows.buckets:  # a global batch of another size begins with a group of one shape
             seen = -(-seen // self.group) * self.group

@@ -166,6 +166,17 @@ def release() -> None:
             run.rmdir()  # only if it is empty
 
 
+def own_device() -> str:
+    """This rank's accelerator, or the CPU."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return "cpu"
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    torch.accelerator.set_device_index(index)
+    return f"{torch.accelerator.current_accelerator().type}:{index}"
+
+
 def environment() -> dict[str, Any]:
     """Git revision (and whether the tree differs from it), package versions and the machine's kind."""
     versions = {}

@@ -43,6 +43,15 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def ds_config(folder: Path, stage: int, bf16: bool = False, zero: dict | None = None, **more) -> Path:
+    """A ds_config file of a ZeRO stage, with more of its section and more sections."""
+    config = json.loads((REPO / "ds_configs" / "zero3.json").read_text())
+    config |= {"zero_optimization": {"stage": stage, **(zero or {})}, "bf16": {"enabled": bf16}, **more}
+    path = folder / f"zero{stage}{bf16}{len(zero or {})}.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
 def lines(run: Path, key: str) -> list:
     """One value of every line of a run's log that has it."""
     logged = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import REPO, SMALL, TEACHER, equal, lines
+from conftest import SMALL, TEACHER, ds_config, equal, lines
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -17,15 +17,6 @@ from pdd.student import Velocity
 LORA = ["--lora_rank", "4", "--lora_alpha", "6"]  # not PEFT's default
 BASE = TEACHER / "transformer" / "diffusion_pytorch_model.safetensors"
 BACKBONE = 432_132 - 260  # the digits teacher's parameters, its last linear left out
-
-
-def ds_config(folder, stage, bf16=False, **zero):
-    config = json.loads((REPO / "ds_configs" / "zero3.json").read_text())
-    config["zero_optimization"] = {"stage": stage, **zero}
-    config["bf16"] = {"enabled": bf16}
-    path = folder / f"zero{stage}{bf16}{len(zero)}.json"
-    path.write_text(json.dumps(config))
-    return path
 
 
 def train(warm, run, *flags, ranks=1, prelude=""):
@@ -278,7 +269,7 @@ def test_backward_lets_the_backbone_go_block_by_block(warm, tmp_path):
     """The teacher's forward lies between the student's forward and backward, and must not make ZeRO-3 lose count."""
     # nothing stays gathered for being small or soon needed again
     none = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-    output = train(warm, tmp_path / "run", "--ds_config", ds_config(tmp_path, 3, **none), prelude=LEFTOVERS)
+    output = train(warm, tmp_path / "run", "--ds_config", ds_config(tmp_path, 3, zero=none), prelude=LEFTOVERS)
     left = [int(line.split()[1]) for line in output.splitlines() if line.startswith("left ")]
     assert len(left) == 6 and max(left) < BACKBONE / 100, left
 

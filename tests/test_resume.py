@@ -11,19 +11,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPO, SMALL, TRAIN, equal, free_port, lines, student_weights
+from conftest import ENVIRONMENT, REPO, SMALL, TRAIN, ds_config, equal, free_port, lines, student_weights
 from safetensors.torch import load_file
 
 from pdd.checkpoint import Shards, verify
-
-
-def ds_config(folder, stage, bf16=False):
-    config = json.loads((REPO / "ds_configs" / "zero3.json").read_text())
-    config["zero_optimization"] = {"stage": stage}
-    config["bf16"] = {"enabled": bf16}
-    path = folder / f"zero{stage}{bf16}.json"
-    path.write_text(json.dumps(config))
-    return path
 
 
 def newest(run):

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPO, SMALL, TEACHER, TRAIN, equal, free_port, lines, run_script, student_weights
+from conftest import (
+    ENVIRONMENT,
+    REPO,
+    SMALL,
+    TEACHER,
+    TRAIN,
+    ds_config,
+    equal,
+    free_port,
+    lines,
+    run_script,
+    student_weights,
+)
 from safetensors.torch import load_file
 
 
@@ -162,15 +174,6 @@ def test_validation_is_the_endpoint_error_from_fixed_noise_at_the_grid_s_start(w
 
 
 # -- stages and precisions ----------------------------------------------------------------------------
-
-
-def ds_config(folder, stage, bf16=False, **more):
-    config = json.loads((REPO / "ds_configs" / "zero3.json").read_text())
-    config["zero_optimization"] = {"stage": stage}
-    config["bf16"] = {"enabled": bf16}
-    path = folder / f"zero{stage}{bf16}.json"
-    path.write_text(json.dumps({**config, **more}))
-    return path
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
