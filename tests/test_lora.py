@@ -249,7 +249,7 @@ deepspeed.initialize = remember
     ([], SEPARATE, range(3, 30)),
 ])  # fmt: skip
 def test_the_trace_that_zero_3_prefetches_along_stays_valid(flags, prelude, resets, warm, tmp_path):
-    config = ds_config(tmp_path, 3, log_trace_cache_warnings=True)
+    config = ds_config(tmp_path, 3, zero={"log_trace_cache_warnings": True})
     output = train(warm, tmp_path / "run", *flags, "--ds_config", config, prelude=prelude)
     assert output.count("Invalidate trace cache") in resets, output
 
