@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from pdd import checkpoint
 from pdd.checkpoint import MASTER, Fragment
 from pdd.config import Config, ConfigError, resolve
+from pdd.float32 import Float32, kept_in_float32
 
 # what a recipe owns; a ds_config says "auto" here
 OWNED = {
@@ -99,6 +100,11 @@ def fill_ds_config(ds_config: dict[str, Any], config: Config, world: int, on_acc
     if left:
         raise ConfigError(f'ds_config {left[0]} is "auto", which nothing fills; allowed is a value')
     return filled
+
+
+def lowers_precision(ds_config: dict[str, Any]) -> bool:
+    """Does a filled ds_config compute in less than float32?"""
+    return any(ds_config.get(mode, {}).get("enabled") for mode in ("bf16", "torch_autocast"))
 
 
 def _autos(node: Any, path: str = "") -> list[str]:
@@ -236,6 +242,8 @@ class Engine:
             {"params": [p for p in trained if id(p) in bank], "name": "heads"},
         ]
         self.group_names = [g["name"] for g in groups if g["params"]]
+        self._kept = {name for name, *_ in kept_in_float32(model)}
+        self._float32 = Float32(model) if self._kept and lowers_precision(ds_config) else None
         self.deepspeed, *_ = deepspeed.initialize(
             model=Root(model), model_parameters=[g for g in groups if g["params"]], config=ds_config
         )
@@ -248,6 +256,12 @@ class Engine:
         if self.stage in (1, 2):
             self.deepspeed.optimizer.check_grad_overflow = True  # off in float32, where gradients may be infinite, too
         self._plain_norm = float("nan")
+        self._own_exact: list[tuple[str, nn.Parameter, int, int]] = []
+        if self._float32:
+            self._float32.attach(self.deepspeed.device)
+            self._own_exact = [piece for piece in self._pieces() if piece[0] in self._kept]
+            for name, parameter, start, end in self._own_exact:  # masters were made of rounded parameters
+                self._write(parameter, MASTER, self._float32.exact[name].flatten()[start:end])
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -300,6 +314,7 @@ class Engine:
         self.updates += 1
         if self.ema_decay:
             self._update_average()
+        self._refresh_exact()
         return True
 
     @property
@@ -307,6 +322,24 @@ class Engine:
         """Global gradient norm of the last update, before clipping."""
         norm = self.deepspeed.get_global_grad_norm()
         return self._plain_norm if norm is None else float(norm)
+
+    @torch.no_grad()
+    def _refresh_exact(self, state: str = MASTER) -> None:
+        """What is kept in float32 follows its masters, or another state of the optimizer; collective."""
+        if self._float32 is None:
+            return
+        trained = {n: e for n, e in self._float32.exact.items() if self._float32.parameters[n].requires_grad}
+        flat = torch.zeros(sum(e.numel() for e in trained.values()), device=self.deepspeed.device)
+        parts = dict(zip(trained, flat.split([e.numel() for e in trained.values()])))
+        for name, parameter, start, end in self._own_exact:
+            piece = self._piece(parameter, state)
+            if piece is None:  # the average of what no gradient ever reached
+                piece = self._piece(parameter, MASTER)
+            parts[name][start:end].copy_(piece[: end - start])
+        if self.stage > 0:
+            dist.all_reduce(flat)
+        for name, exact in trained.items():
+            exact.copy_(parts[name].view_as(exact))
 
     # -- weight average -------------------------------------------------------------------------------
 
@@ -375,10 +408,12 @@ class Engine:
             yield
             return
         kept = self._copy_into_model(source)
+        self._refresh_exact(source)
         try:
             yield
         finally:
             self._copy_into_model(None, kept)
+            self._refresh_exact()
 
     @torch.no_grad()
     def _copy_into_model(self, key: str | None, kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -404,7 +439,7 @@ class Engine:
         """The trained model as one state dict on rank 0, empty elsewhere; the average if there is one. Collective.
 
         Args:
-            dtype: of floating weights; None keeps each parameter's own.
+            dtype: of floating weights, but for those that Diffusers keeps in float32; None keeps each parameter's own.
             trained_only: leave out frozen parameters and buffers.
         """
         source, out = self._source(), {}
@@ -414,6 +449,8 @@ class Engine:
                 full = self._full(parameter, source)
             elif trained_only:
                 continue
+            elif self._float32 and name in self._kept:
+                full = self._float32.exact[name]
             elif hasattr(parameter, "ds_id"):
                 from deepspeed.runtime.zero import GatheredParameters
 
@@ -422,7 +459,8 @@ class Engine:
             else:
                 full = parameter.detach()
             if dist.get_rank() == 0:
-                out[name] = full.to("cpu", dtype or parameter.dtype, copy=True)
+                stored = torch.float32 if name in self._kept else dtype or parameter.dtype
+                out[name] = full.to("cpu", stored, copy=True)
         if dist.get_rank() == 0:
             for name, buffer in self.module.named_buffers():
                 if name in persistent:
@@ -464,6 +502,22 @@ class Engine:
         master = self._plain_master(parameter)
         tensor = master if state == MASTER else self.optimizer.state.get(master, {}).get(state)
         return None if tensor is None else tensor.detach().view(-1)
+
+    @torch.no_grad()
+    def _write(self, parameter: nn.Parameter, state: str, value: Tensor) -> None:
+        """Set this rank's part of a state, flat, without its padding."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        if self.stage != 3:
+            self._piece(parameter, state)[: value.numel()].copy_(value)
+            return
+        padded = value.new_zeros(parameter.ds_tensor.numel())
+        padded[: value.numel()] = value
+        if state == MASTER:
+            safe_set_local_fp32_param(parameter, padded)
+            parameter.ds_tensor.data[: value.numel()].copy_(value)
+        else:
+            safe_set_local_optimizer_state(parameter, padded, state)
 
     def _masters(self) -> list[Tensor]:
         """The tensors that the base optimizer updates: flat shards, or without ZeRO the parameters."""
@@ -573,8 +627,6 @@ class Engine:
     @torch.no_grad()
     def _restore(self, shards: checkpoint.Shards, facts: dict[str, Any]) -> None:
         """Masters, optimizer states and the model's own weights from a checkpoint's fragments."""
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
         self._check_fit(shards)
         self.updates = facts["updates"]
         for master in self._masters() if shards.states else []:
@@ -597,16 +649,7 @@ class Engine:
                 value = shards.read(name, key, start, end)
                 if key != state and state != "ema":
                     value.zero_()
-                if self.stage == 3:
-                    padded = value.new_zeros(parameter.ds_tensor.numel())
-                    padded[: end - start] = value
-                    if state == MASTER:
-                        safe_set_local_fp32_param(parameter, padded)
-                        parameter.ds_tensor.data[: end - start].copy_(value)
-                    else:
-                        safe_set_local_optimizer_state(parameter, padded, state)
-                else:
-                    self._piece(parameter, state)[: end - start].copy_(value)
+                self._write(parameter, state, value)
         if self.stage == 3:
             zero.checkpoint_event_epilogue()
         else:
@@ -614,6 +657,7 @@ class Engine:
                 if parameter.requires_grad:
                     whole = shards.read(name, MASTER, 0, parameter.numel())
                     parameter.data.copy_(whole.view(parameter.shape))
+        self._refresh_exact()
 
     def _check_fit(self, shards: checkpoint.Shards) -> None:
         numel = {
@@ -662,11 +706,20 @@ def _together(action: Callable[[], Any] | None) -> list[tuple[str | None, Any]]:
 
 def freeze(model: nn.Module, ds_config: dict[str, Any], device: torch.device) -> Any:
     """The teacher as a callable: partitioned by an engine without optimizer under ZeRO-3, whole on the device otherwise."""
+    model.requires_grad_(False).eval()
+    float32 = Float32(model) if lowers_precision(ds_config) else None
+    if ds_config.get("zero_optimization", {}).get("stage", 0) != 3:
+        engine = model.to(device)
+    else:
+        engine = _partitioned(model, ds_config)
+    if float32:
+        float32.attach(device)
+    return engine
+
+
+def _partitioned(model: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
-    model.requires_grad_(False).eval()
-    if ds_config.get("zero_optimization", {}).get("stage", 0) != 3:
-        return model.to(device)
     quiet = ("optimizer", "tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "gradient_clipping")
     frozen = {k: v for k, v in ds_config.items() if k not in quiet}
     zero = {k: v for k, v in frozen["zero_optimization"].items() if k != "offload_optimizer"}

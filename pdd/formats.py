@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from pdd import run as runs
 from pdd.backbones import EXPERTS, Backbone, Size, backbone_for, read_backbone, read_json
 from pdd.config import KNOBS, Config, ConfigError, model_folder, read_yaml
+from pdd.float32 import kept_in_float32
 from pdd.grid import Grid, Ladder, fewest_blocks, partition, widest_block
 from pdd.lora import Adapters, trained_parts
 from pdd.run import write_json
@@ -54,12 +55,12 @@ def load_transformer(folder: Path, dtype: torch.dtype, component: str = "transfo
 
 def in_dtype(weights: dict[str, Tensor], transformer: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Weights in a dtype (None: their own), but for buffers and the modules that Diffusers keeps in float32."""
-    buffers, kept = dict(transformer.named_buffers()), tuple(transformer._keep_in_fp32_modules or ())
+    exact = {name for name, _ in transformer.named_buffers()} | {name for name, *_ in kept_in_float32(transformer)}
 
-    def wanted(name: str) -> torch.dtype | None:
-        return torch.float32 if name in buffers or any(module in name.split(".") for module in kept) else dtype
+    def wanted(name: str, weight: Tensor) -> torch.dtype:
+        return torch.float32 if name in exact else dtype or weight.dtype
 
-    return {n: w.to(wanted(n) or w.dtype) if w.is_floating_point() else w for n, w in weights.items()}
+    return {n: w.to(wanted(n, w)) if w.is_floating_point() else w for n, w in weights.items()}
 
 
 def text_pipeline(folder: Path, encoders: tuple[str, ...], dtype: torch.dtype, device: str) -> Any:
@@ -406,11 +407,9 @@ def _read_adapted(
     base = model_folder(str(base_model or facts["base_model"]), f"{component}/*.safetensors")
     backbone = adapted_backbone(base, facts)
     adapters, heads = read_adapters(folder, backbone, facts)
-    dtype = dtype or next(iter(heads.values())).dtype
-    weights = adapters.merged(load_transformer(base, dtype, component)) | {
-        name: head.to(dtype) for name, head in heads.items()
-    }
+    dtype = dtype or next(iter(adapters.tensors.values()))[0].dtype
     transformer = widen(empty_transformer(backbone.config), backbone, facts["pdd_steps"])
+    weights = adapters.merged(load_transformer(base, dtype, component)) | in_dtype(heads, transformer, dtype)
     _load(transformer, weights, folder)
     return transformer, backbone, adapters
 

@@ -9,6 +9,8 @@ import torch
 from pdd.backbones import Backbone
 from pdd.config import Config
 from pdd.data import Rows
+from pdd.engine import lowers_precision
+from pdd.float32 import kept_in_float32
 from pdd.formats import empty_transformer
 from pdd.grid import Grid
 from pdd.lora import add_adapters
@@ -21,7 +23,8 @@ def estimate(
     """Bytes per rank, and counts of parameters.
 
     Model states follow from the ZeRO stage: weights and gradients in the model's dtype, float32 masters, Adam's two
-    averages and the weight average. With adapters the student adds to the teacher's weights only what is trained.
+    averages and the weight average; and whole float32 copies of what Diffusers keeps so, where the engine computes in less.
+    With adapters the student adds to the teacher's weights only what is trained.
     Activations are what autograd saves in one student forward, found by running it on meta tensors, or left out where the
     family cannot; with gradient checkpointing, the recomputation of one block comes on top. Not counted: buffers of
     collectives, fragmentation, the teacher's transient activations.
@@ -31,14 +34,16 @@ def estimate(
     dtype = torch.bfloat16 if half else torch.float32
     size = 2 if half else 4
     transformer = empty_transformer(backbone.config)
-    for parameter in transformer.parameters():
-        parameter.data = parameter.data.to(dtype)
-    base = sum(p.numel() for p in transformer.parameters())
+    kept = {name: module.get_parameter(own).numel() for name, module, own, _ in kept_in_float32(transformer)}
+    for name, parameter in transformer.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
+    base, copies = sum(p.numel() for p in transformer.parameters()), 0 if config.lora_rank else sum(kept.values())
     transformer = widen(transformer, backbone, config.pdd_steps, keep_base=bool(config.lora_rank)).to("meta")
     if config.lora_rank:
         add_adapters(transformer, backbone, config.lora_targets, config.lora_rank, config.alpha, config.seed)
     heads = sum(p.numel() for p in head_parameters(transformer))
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    copies += sum(module.get_parameter(own).numel() for _, module, own, _ in kept_in_float32(transformer))
 
     def share(sharded: bool) -> int:
         return ranks if sharded else 1
@@ -53,6 +58,7 @@ def estimate(
         "gradients": size * trained // share(stage >= 2),
         "optimizer": masters * trained // share(stage >= 1),
         "teacher": size * base // share(stage == 3),
+        "float32": 4 * copies * lowers_precision(ds_config),
     }
     if backbone.runs_on_meta:
         out["activations"] = activations(config, transformer, backbone, grid, rows)
@@ -95,7 +101,8 @@ def report(figures: dict[str, int], ranks: int) -> str:
         f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads, "
         f"{figures['trained_parameters']:,} trained; per rank of {ranks}:"
     )
-    names = ("weights", "gradients", "optimizer", "teacher", "activations", "total")
+    names = ("weights", "gradients", "optimizer", "teacher", "float32", "activations", "total")
+    names = [name for name in names if figures.get(name) != 0]
     sizes = (readable(figures[name]) if name in figures else "not counted" for name in names)
     return "\n".join([counts, *(f"{name:>12} {size:>12}" for name, size in zip(names, sizes))])
 

@@ -78,7 +78,7 @@ def test_model_states_follow_from_the_stage(stage, bf16, ema, expected):
         assert figures[name] == pytest.approx(each * trained, rel=1e-5), name
     teacher = (2 if bf16 else 4) * figures["parameters"] / (4 if stage == 3 else 1)
     assert figures["teacher"] == pytest.approx(teacher, rel=1e-5)
-    states = ("weights", "gradients", "optimizer", "teacher", "activations")
+    states = ("weights", "gradients", "optimizer", "teacher", "float32", "activations")
     assert figures["total"] == sum(figures[name] for name in states)
 
 

@@ -6,8 +6,7 @@ import string
 import family_minimax_h3 as family
 import pytest
 import torch
-from conftest import REPO, lines
-from datasets import Dataset, load_from_disk
+from datasets import load_from_disk
 from diffusers import ModularPipeline
 from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
 from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3TextEncoderStep
@@ -132,23 +131,6 @@ def test_token_norms_are_those_of_the_packed_rows(backbone):
 # -------------------------------------------------------------------------------------------- float32
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_time_is_embedded_in_float32_whatever_the_weights(autocast, teacher, backbone):
-    """In bfloat16 the first nodes of a fine grid would be one and the same time."""
-    transformer = load_transformer(teacher, torch.float32).eval()
-    transformer.to(torch.float32 if autocast else torch.bfloat16)
-    grid, state = start(backbone, 1)
-    seen = []
-    transformer.time_embedder.register_forward_hook(lambda module, args, out: seen.append(out))
-    sigma = {"video": torch.tensor([0.998]), "audio": torch.tensor([0.4321])}
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        velocity = Velocity(transformer, backbone)(state, sigma, family.conditioning(1, 1))
-    assert all(v.dtype == torch.float32 and v.isfinite().all() for v in velocity.values())
-    wanted = transformer.float().time_embedder(transformer.time_proj(1 - torch.cat(list(sigma.values()))))
-    assert seen[0].dtype == torch.float32
-    torch.testing.assert_close(seen[0], wanted, rtol=1e-6, atol=1e-7)
-
-
 def test_students_keep_in_float32_what_diffusers_does(student):
     loaded = read_student(student, torch.bfloat16).transformer
     kept = [name for name, p in loaded.named_parameters() if p.dtype == torch.float32]
@@ -156,28 +138,6 @@ def test_students_keep_in_float32_what_diffusers_does(student):
         "proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out"
     }  # fmt: skip
     assert loaded.dtype == torch.bfloat16
-
-
-def test_training_under_autocast_with_batches_and_checkpointing_on_two_ranks(teacher, backbone, warm, tmp_path):
-    """Two samples a rank, in rungs of their own: as many forwards on each, or the ranks would wait for each other."""
-    cond = family.conditioning(3, 1)
-    rows = {"prompt": ["a", "b", "c"], **{c: v.tolist() for c, v in cond.items()}}
-    Dataset.from_dict(rows).save_to_disk(str(tmp_path / "data"))
-    ds_config = json.loads((REPO / "ds_configs" / "zero3.json").read_text()) | {"bf16": {"enabled": False}}
-    ds_config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
-    (tmp_path / "recipe.yaml").write_text(f"teacher: {teacher}\n")
-    flags = {"pdd_steps": 4, "block_size_min": 2, "block_size_max": 4, "max_train_steps": 4, "learning_rate": 2e-3,
-             "train_micro_batch_size_per_gpu": 2, "stagger": "sample", "gradient_checkpointing": "true", "log_every": 1,
-             **vars(family.SIZE)}  # fmt: skip
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    made = ["--ds_config", tmp_path / "ds.json", "--recipe", tmp_path / "recipe.yaml", "--data", tmp_path / "data"]
-    code, output = warm("train", *made, "--run", tmp_path / "run", *words, ranks=2)
-    assert code == 0, output
-    losses = lines(tmp_path / "run", "loss")
-    assert len(losses) == 4 and all(0 < loss < 1e3 for loss in losses)
-    code, output = warm("train", *made, *words, "--dry_run", 8)
-    assert code == 0 and "activations" in output, output
 
 
 # -------------------------------------------------------------------------------------------- prompts

@@ -7,12 +7,10 @@ import family_ltx2
 import family_wan
 import pytest
 import torch
-from conftest import REPO, lines, student_weights
-from datasets import Dataset
 from diffusers import FlowMatchEulerDiscreteScheduler, LTX2Pipeline, WanPipeline
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 
-from pdd.backbones import Size, backbone_for, read_backbone, read_json
+from pdd.backbones import Size, backbone_for, read_backbone
 from pdd.config import Config
 from pdd.formats import contract, load_transformer, save_student
 from pdd.grid import Grid, partition
@@ -177,47 +175,3 @@ def test_an_ltx_2_students_pipeline_does_not_normalise_noise(tmp_path):
     )  # fmt: skip
     ours = walk(tmp_path / "teacher", backbone, grid, state, cond, partition(N, 2))
     assert_close({m: (x - 0.5) / 2.0 for m, x in backbone.from_pipeline(out).items()}, ours)
-
-
-# -------------------------------------------------------------------------------------------- float32 modules
-
-DTYPES = """
-import pdd.engine
-made = pdd.engine.Engine.__init__
-def make(self, *args, **kwargs):
-    made(self, *args, **kwargs)
-    with open({path!r}, "w") as file:
-        json.dump({{name: str(p.dtype) for name, p in self.module.transformer.named_parameters()}}, file)
-pdd.engine.Engine.__init__ = make
-"""
-
-
-def wan_run(warm, tmp_path):
-    """(parameter -> dtype under the engine, weights after 6 updates of size nothing, the teacher's)."""
-    family_wan.build(tmp_path / "teacher")
-    rows = {"prompt": ["a thing"], **{c: v.tolist() for c, v in family_wan.conditioning(1, 1).items()}}
-    Dataset.from_dict(rows).save_to_disk(str(tmp_path / "data"))
-    ds_config = json.loads((REPO / "ds_configs" / "zero3.json").read_text()) | {"bf16": {"enabled": False}}
-    ds_config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
-    run = warm.train(
-        tmp_path / "run", "--ds_config", tmp_path / "ds.json", "--teacher", tmp_path / "teacher",
-        "--data", tmp_path / "data", *(f"--{name}={value}" for name, value in vars(family_wan.SIZE).items()),
-        "--learning_rate", "1e-30", "--head_learning_rate", "1e-30", "--train_micro_batch_size_per_gpu", "2",
-        "--export_dtype", "fp32",
-        prelude=DTYPES.format(path=str(tmp_path / "dtypes.json")),
-    )  # fmt: skip
-    base = load_transformer(tmp_path / "teacher", torch.float32)
-    return read_json(tmp_path / "dtypes.json"), student_weights(run), base
-
-
-def test_float32_modules_stay_so_under_autocast(warm, tmp_path):
-    """DeepSpeed's bf16 rounds every parameter; with torch_autocast all of them and their masters stay float32."""
-    dtypes, weights, base = wan_run(warm, tmp_path)
-    assert set(dtypes.values()) == {"torch.float32"}
-    names = [name for name in dtypes if set(name.split(".")) & set(base._keep_in_fp32_modules)]
-    assert names
-    for name in names:  # but for updates of 1e-30
-        torch.testing.assert_close(weights[name], base.state_dict()[name], rtol=0, atol=1e-28)
-    losses = lines(tmp_path / "run", "loss")
-    assert len(losses) == 6 and all(loss == loss for loss in losses)

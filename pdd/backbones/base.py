@@ -332,6 +332,15 @@ def hooks(*handles: RemovableHandle) -> Iterator[None]:
             handle.remove()
 
 
+def unrounded(module: nn.Module, *inputs: Tensor) -> AbstractContextManager:
+    """Inside, ``module`` reads ``inputs`` as its first arguments, whatever the transformer makes of them.
+
+    Transformers cast what they feed to the dtype of the parameters that they find, which may be an engine's. Of time in 0..1
+    bfloat16 has steps of 0.004 near 1, as wide as an interval of a fine grid; sines and cosines made from float32 lose little.
+    """
+    return hooks(module.register_forward_pre_hook(lambda module, args: (*inputs, *args[len(inputs) :])))
+
+
 def skipped(block: str, transformer: nn.Module, samples: Tensor) -> AbstractContextManager:
     """Samples that pass by a block, which has one tensor in and out."""
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import Backbone, Head, Size, State, Weaker, at_least_float32, hooks, patch_norm
+from pdd.backbones.base import Backbone, Head, Size, State, Weaker, at_least_float32, patch_norm, unrounded
 
 if TYPE_CHECKING:
     from pdd.config import Guidance
@@ -64,7 +63,7 @@ class Packed(Backbone):
         return {m: count // self.patch**2 for m, count in super().tokens().items()}
 
     def times(self, sigma: Tensor) -> tuple[Tensor, ...]:
-        """What the transformer's time embedding reads first at noise levels ``[B]``; see :func:`unrounded`."""
+        """What the transformer's time embedding reads first at noise levels ``[B]``; see :func:`pdd.backbones.base.unrounded`."""
         return (sigma,)
 
     def fit_pipeline(self, pipe: Any) -> None:
@@ -173,12 +172,3 @@ class Flux(Packed):
                 return_dict=False,
             )[0]  # [B, T, D * 4C]
         return {"image": self.unpack(out, directions["image"], image.shape[2])}
-
-
-def unrounded(embedding: nn.Module, *times: Tensor) -> AbstractContextManager:
-    """Inside, ``embedding`` reads ``times`` as its first arguments, whatever the transformer makes of them.
-
-    These transformers cast time to their own dtype before it is embedded. In bfloat16 that is steps of 0.004 near 1, as
-    wide as an interval of a fine grid; the sines and cosines made from float32 lose nothing that matters.
-    """
-    return hooks(embedding.register_forward_pre_hook(lambda module, args: (*times, *args[len(times) :])))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm
-from pdd.backbones.flux import unrounded
-from pdd.heads import without_autocast
+from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm, unrounded
 
 FRAME_RATE = 24.0  # the pipeline's only one
 SECONDS = (5, 15)  # shortest and longest video that it makes
@@ -95,10 +92,17 @@ class MiniMaxH3(Backbone):
         layout = pack(text.shape[1], audio.shape[3], frames, sides, (p, q))
         tags, rows = layout.tags.to(video.device), {tag: r.to(video.device) for tag, r in layout.rows.items()}
         times = 1 - torch.cat([sigma["video"], sigma["audio"]])  # [2]
-        with unrounded(transformer.time_embedder, transformer.time_proj(times)), in_float32(transformer.time_embedder):
+        inputs = {
+            transformer.proj_in: rearrange(video, "b c f (h p) (w q) -> b (f h w) (c p q)", p=p, q=q),
+            transformer.audio_proj_in: rearrange(audio, "b s c l -> b (s l) c"),
+            transformer.time_embedder: transformer.time_proj(times),
+        }
+        with ExitStack() as stack:
+            for module, wanted in inputs.items():
+                stack.enter_context(unrounded(module, wanted))
             video_out, audio_out = transformer(
-                hidden_states=rearrange(video, "b c f (h p) (w q) -> b (f h w) (c p q)", p=p, q=q),
-                audio_hidden_states=rearrange(audio, "b s c l -> b (s l) c"),
+                hidden_states=inputs[transformer.proj_in],
+                audio_hidden_states=inputs[transformer.audio_proj_in],
                 encoder_hidden_states=text,
                 timestep=times,
                 timestep_indices=(tags == SOUND).long(),  # text goes by the video's time
@@ -205,32 +209,6 @@ def pack(text: int, sounds: int, frames: int, sides: tuple[int, int], patch: tup
 
 def _count(n: int) -> Tensor:
     return torch.arange(n, dtype=torch.float64)
-
-
-@contextmanager
-def in_float32(module: nn.Module) -> Iterator[None]:
-    """Inside, the module's linears compute in float32, whatever an engine made of their weights.
-
-    These transformers take time unscaled, in 0..1, where bfloat16 has steps of 0.004, wider than an interval of a fine grid
-    near 1. Diffusers keeps the time embedder in float32 for that; an engine in bf16 or under autocast does not.
-    """
-
-    def forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
-        with without_autocast(hidden.device.type):
-            return nn.functional.linear(hidden.float(), linear.weight.float(), linear.bias.float())
-
-    linears = [linear for linear in module.modules() if isinstance(linear, nn.Linear)]
-    own = [vars(linear).get("forward") for linear in linears]
-    for linear in linears:
-        linear.forward = partial(forward, linear)
-    try:
-        yield
-    finally:
-        for linear, before in zip(linears, own):
-            if before is None:
-                del linear.forward
-            else:
-                linear.forward = before
 
 
 # ---------------------------------------------------------------------------------------------- students in the stock pipeline

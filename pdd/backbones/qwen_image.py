@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdd.backbones.base import Size, State, standardized
-from pdd.backbones.flux import Packed, unrounded
+from pdd.backbones.base import Size, State, standardized, unrounded
+from pdd.backbones.flux import Packed
 
 # configurations of its kin that need inputs of their own: layered, editing and guidance-distilled ones
 NEED_MORE = ("use_additional_t_cond", "use_layer3d_rope", "zero_cond_t", "guidance_embeds")

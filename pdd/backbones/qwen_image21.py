@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdd.backbones.base import State, standardized
-from pdd.backbones.flux import Packed, unrounded
+from pdd.backbones.base import State, standardized, unrounded
+from pdd.backbones.flux import Packed
 from pdd.backbones.qwen_image import padded, without_padding
 
 

@@ -9,7 +9,17 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import EXPERTS, Backbone, Head, Size, State, at_least_float32, patch_norm, standardized
+from pdd.backbones.base import (
+    EXPERTS,
+    Backbone,
+    Head,
+    Size,
+    State,
+    at_least_float32,
+    patch_norm,
+    standardized,
+    unrounded,
+)
 
 
 class Wan(Backbone):
@@ -87,14 +97,16 @@ class Wan(Backbone):
         cond: dict[str, Tensor],
         directions: dict[str, int],
     ) -> State:
-        dtype = transformer.proj_out.weight.dtype
-        out = transformer(
-            hidden_states=state["video"].to(dtype),
-            # [B] for Wan 2.2 TI2V too: it takes a time per token for a clean first frame; from text all are the same
-            timestep=sigma["video"] * 1000,
-            encoder_hidden_states=cond["prompt_embeds"].to(dtype),
-            return_dict=False,
-        )[0]  # [B, D * C, F, H, W]
+        dtype, embedder = transformer.proj_out.weight.dtype, transformer.condition_embedder
+        # [B] for Wan 2.2 TI2V too: it takes a time per token for a clean first frame; from text all are the same
+        times = sigma["video"] * 1000
+        with unrounded(embedder.time_embedder, embedder.timesteps_proj(times)):
+            out = transformer(
+                hidden_states=state["video"].to(dtype),
+                timestep=times,
+                encoder_hidden_states=cond["prompt_embeds"].to(dtype),
+                return_dict=False,
+            )[0]  # [B, D * C, F, H, W]
         return {"video": at_least_float32(rearrange(out, "b (d c) f h w -> b d c f h w", d=directions["video"]))}
 
     def token_norm(self, velocity: State) -> State:
