@@ -175,6 +175,7 @@ def test_sound_is_resampled_to_stereo_and_cut(tmp_path):
     write_sound(tmp_path / "a.wav", 0.5 * torch.sin(2 * torch.pi * 440 * time)[None], 24000)
     sound = read_sound(str(tmp_path / "a.wav"), 16000, 0.75)
     assert sound.shape == (2, 12000) and torch.equal(sound[0], sound[1])
+    assert sound.max() == pytest.approx(0.5, rel=0.01)  # as loud as it was
     spectrum = np.abs(np.fft.rfft(sound[0][:8000]))
     assert spectrum.argmax() * 16000 / 8000 == 440
     write_video(tmp_path / "silent.mp4", torch.zeros(2, 3, 32, 48), 12.0)
