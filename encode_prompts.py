@@ -100,8 +100,9 @@ def media_buckets(args, backbone) -> list:
     from pdd.backbones import Size
     from pdd.buckets import aspect_buckets
 
-    if "vae" not in backbone.configs:
-        raise ConfigError(f"media is given but teacher {args.teacher!r} has no vae/; allowed is one that has")
+    for name in ("vae", "audio_vae") if "audio" in backbone.modalities else ("vae",):
+        if name not in backbone.configs:
+            raise ConfigError(f"media is given but teacher {args.teacher!r} has no {name}/; allowed is one that has")
     videos = backbone.frame_rate > 0
     for name in ("height", "width", "num_frames") if videos else ("height", "width"):
         if getattr(args, name) is None:
@@ -194,9 +195,6 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
             f"teacher {args.teacher!r} is {type(backbone).__name__}, whose prompts cannot be encoded here yet; its dataset "
             f"needs the columns prompt, {', '.join(backbone.columns)}"
         )
-    if args.media and not backbone.encodes_media:
-        family = type(backbone).__name__
-        raise ConfigError(f"media is true; allowed is prompts alone, {family} encodes no media here")
     buckets = media_buckets(args, backbone) if args.media else []
     aside = list(dict.fromkeys(["", args.negative_prompt]))  # unconditional rows, without media
     found = rows or read_rows(args.prompts, args.column, backbone.modalities if args.media else ())
@@ -242,11 +240,11 @@ def encode(args, rank: int = 0, world: int = 1, rows: list | None = None) -> Non
         device, dtype = args.device or own_device(), PRECISIONS[args.dtype]
         try:
             pipe = text_pipeline(teacher, backbone.encoders, dtype, device)
+            autoencoders = load_autoencoders(teacher, dtype, device) if args.media else {}
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if args.media:
             shortest = args.min_frames or args.num_frames or 0
-            autoencoders = load_autoencoders(teacher, dtype, device)
             encoder = MediaEncoder(backbone, buckets, shortest, args.max_enlarge, autoencoders)
         for start in tqdm(mine, disable=rank != 0, unit="part"):
             chunk, columns = prompts[start : start + args.part], []

@@ -113,7 +113,7 @@ class MediaEncoder:
             source = files.get("audio") or files["video"]
             if hasattr(source, "seek"):
                 source.seek(0)
-            media["audio"] = _read(lambda: read_sound(source, self.vaes["audio_vae"].config.sample_rate, length / rate))
+            media["audio"] = _read(lambda: read_sound(source, self.backbone.media_sound_rate(self.vaes), length / rate))
         return dataclasses.replace(size, num_frames=length), media
 
     def _bucket(self, width: int, height: int) -> Size:

@@ -103,12 +103,19 @@ def modular_components(folder: Path, names: tuple[str, ...], dtype: torch.dtype)
 
 
 def load_autoencoders(folder: Path, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Component -> autoencoder of a pipeline's folder: ``vae``, and ``audio_vae`` where there is sound."""
-    index = read_json(folder / "model_index.json")
-    names = [name for name, value in index.items() if name in ("vae", "audio_vae") and value[0] is not None]
-    return {
-        n: getattr(diffusers, index[n][1]).from_pretrained(folder / n, dtype=dtype).to(device).eval() for n in names
-    }
+    """Component -> autoencoder of a pipeline's folder: ``vae``, and ``audio_vae`` where there is sound.
+
+    Raises:
+        ValueError: one of a modular pipeline cannot be loaded.
+    """
+    names = ("vae", "audio_vae")
+    if is_modular(folder):
+        parts = modular_components(folder, names, dtype)
+    else:
+        index = read_json(folder / "model_index.json")
+        classes = {n: getattr(diffusers, v[1]) for n, v in index.items() if n in names and v[0] is not None}
+        parts = {n: cls.from_pretrained(folder / n, dtype=dtype) for n, cls in classes.items()}
+    return {name: part.to(device).eval() for name, part in parts.items()}
 
 
 def empty_transformer(config: dict[str, Any]) -> nn.Module:

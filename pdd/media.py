@@ -97,18 +97,20 @@ def read_sound(source: Source, rate: int, seconds: float) -> Tensor:
     Raises:
         ValueError: there is no sound in it.
     """
-    resampler = av.AudioResampler(format="fltp", layout="stereo", rate=rate)
     parts, wanted = [], round(seconds * rate)
     with av.open(source) as container:
         if not container.streams.audio:
             raise ValueError("there is no sound in it")
+        # one channel would be made two of half the power each: it is repeated as it is
+        layout = "mono" if container.streams.audio[0].channels == 1 else "stereo"
+        resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
         for frame in container.decode(audio=0):
             parts += [part.to_ndarray() for part in resampler.resample(frame)]
             if sum(part.shape[1] for part in parts) >= wanted:
                 break
         else:
             parts += [part.to_ndarray() for part in resampler.resample(None)]
-    return torch.from_numpy(np.concatenate(parts, 1)[:, :wanted]).clamp(-1, 1)
+    return torch.from_numpy(np.concatenate(parts, 1)[:, :wanted]).clamp(-1, 1).expand(2, -1)
 
 
 def pixels(picture: Image.Image, height: int, width: int, mode: str = "RGB") -> Tensor:

@@ -14,6 +14,7 @@ from diffusers import (
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
 from pdd.backbones import Size
+from pdd.backbones.ltx2 import log_mel
 
 ABSENT = ["text_encoder", "tokenizer"]
 SIZE = Size(height=64, width=96, num_frames=17)  # 2 x 3 latents, 3 of them in time
@@ -90,6 +91,11 @@ class Split:
 
     def __call__(self, prompt_embeds, mask, padding_side):
         return *prompt_embeds.split(self.widths, -1), mask
+
+
+def taken(vaes: dict[str, Any], media: dict[str, torch.Tensor], shapes: dict[str, tuple]) -> dict[str, torch.Tensor]:
+    """What the autoencoders take of a video and its sound."""
+    return {"vae": media["video"], "audio_vae": log_mel(media["audio"], vaes["audio_vae"], shapes["audio"][1])}
 
 
 def stock(

@@ -20,6 +20,8 @@ from pdd.backbones import Size
 SIZE = Size(height=24, width=32, num_frames=124)  # 6 x 8 latents, 37 of them in time, and 2 x 207 of sound
 PATCH = (1, 3, 2)  # two different sides, so that they cannot be exchanged (the published ones are 2)
 TEXT = 12  # width of the prompt embedding
+SOUND_RATE = 8000  # samples per second
+TOKENS = {"video": "proj_in", "audio": "audio_proj_in"}  # linears that see a modality's rows; the heads see all
 OWN_CLOCKS = True  # the pipeline steps each modality by a scheduler of its own
 
 
@@ -38,13 +40,14 @@ def build(folder: Path, **components: Any) -> None:
     vae = AutoencoderKLMiniMaxH3(
         latent_channels=4, block_out_channels=(8, 8), layers_per_block=1, spatial_downsample_factors=(2, 2),
         temporal_downsample_factors=(2, 2), norm_num_groups=4, decoder_num_layers=1, decoder_num_attention_heads=2,
-        decoder_attention_head_dim=8, decoder_num_register_tokens=2, decoder_ffn_mult=2, latents_mean=[0.1] * 4,
-        latents_std=[1.5] * 4,
+        decoder_attention_head_dim=8, decoder_num_register_tokens=2, decoder_ffn_mult=2, latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 0.8, 1.1, 0.6],
     )  # fmt: skip
-    audio_vae = AutoencoderKLMiniMaxH3Audio(
-        encoder_dim=8, encoder_rates=(2, 2), latent_dim=16, latent_channels=8, num_attention_heads=2, decoder_dim=16,
-        decoder_rates=(2, 2), decoder_kernel_sizes=(4, 4), resblock_kernel_sizes=(3,), resblock_dilation_sizes=((1,),),
-        latents_mean=[0.2] * 8, latents_std=[1.2] * 8,
+    audio_vae = AutoencoderKLMiniMaxH3Audio(  # 40 latents a second, as the published one
+        encoder_dim=8, encoder_rates=(10, 20), latent_dim=16, latent_channels=8, num_attention_heads=2, decoder_dim=16,
+        decoder_rates=(20, 10), decoder_kernel_sizes=(40, 20), resblock_kernel_sizes=(3,),
+        resblock_dilation_sizes=((1,),), sampling_rate=SOUND_RATE, latents_mean=[0.1 * i for i in range(8)],
+        latents_std=[1 + 0.1 * i for i in range(8)],
     )  # fmt: skip
     pipe = MiniMaxH3Blocks().init_pipeline()
     pipe.update_components(
@@ -95,6 +98,27 @@ class Guided(MiniMaxH3Transformer3DModel):
         packed |= {"timestep_indices": indices, "encoder_hidden_states": self.uncond}
         calls = [super(Guided, self).forward(**arguments) for arguments in (conditional, {**conditional, **packed})]
         return tuple(u + self.scale * (c - u) for c, u in zip(*calls))
+
+
+def whole(folder: Path, state: dict[str, torch.Tensor], cond: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    """The stock pipeline without its text encoder, and its arguments for one sample's start."""
+    workflow = ModularPipeline.from_pretrained(str(folder)).blocks.get_workflow("t2va")
+    workflow.sub_blocks.pop("text_encoder")
+    pipe = workflow.init_pipeline(str(folder))
+    pipe.load_components(dtype=torch.float32)
+    text = cond["prompt_embeds"][:, : cond["prompt_embeds_mask"].sum()]
+    return pipe, {
+        "prompt_embeds": text, "text_token_tags": torch.full((text.shape[1],), pipe.text_tag),
+        "latents": state["video"], "audio_latents": state["audio"][0], "num_inference_steps": 2,
+        "output_type": "pt", **vars(SIZE),
+    }  # fmt: skip
+
+
+def taken(vaes: dict[str, Any], media: dict[str, torch.Tensor], shapes: dict[str, tuple]) -> dict[str, torch.Tensor]:
+    """What the autoencoders take of one sample's video, and of its sound, long enough: each channel is a sample."""
+    pipe, samples = MiniMaxH3Blocks().init_pipeline(), shapes["audio"][2] * vaes["audio_vae"].hop_length
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1, 1) for values in (pipe.pixel_mean, pipe.pixel_std))
+    return {"vae": (media["video"] / 2 + 0.5 - mean) / std, "audio_vae": media["audio"][0, :, None, :samples]}
 
 
 def stock(

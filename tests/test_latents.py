@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shutil
+from functools import wraps
 from io import BytesIO
 from pathlib import Path
 
@@ -27,8 +28,7 @@ from pdd.formats import load_autoencoders
 from pdd.media import pixels, read_frames, read_picture, read_sound, write_sound, write_video
 from pdd.prompts import read_rows
 
-# MiniMax-H3's media are not encoded here: refused, as test_media_of_a_family_that_encodes_none says
-MODULES = sorted({target.split(":")[0] for target in REGISTRY.values()} - {"minimax_h3"})
+MODULES = sorted({target.split(":")[0] for target in REGISTRY.values()})
 
 
 # ------------------------------------------------------------------------------------ against the stock pipelines
@@ -43,28 +43,32 @@ def family(request, tmp_path_factory):
     return request.param, module, folder
 
 
-def decoded_by_stock(folder, module, backbone, latents):
-    """Component -> what the stock pipeline's autoencoders decode when its transformer predicts no motion at all."""
+def ordinary(folder, module, backbone, latents, cond):
+    """(stock pipeline without its text encoder, arguments that make it start from these latents)."""
     absent = [*module.ABSENT, *(["connectors"] if (folder / "connectors").exists() else [])]
     pipe = DiffusionPipeline.from_pretrained(folder, **dict.fromkeys(absent))
-    pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = FlowMatchEulerDiscreteScheduler()  # some of the families' own cannot make 2 steps
+    backbone.fit_pipeline(pipe)
+    start = {**backbone.to_pipeline(latents), **backbone.pipeline_arguments()}
+    return pipe, {**backbone.pipeline_condition(cond), **start, "num_inference_steps": 1, "output_type": "pt"}
+
+
+def decoded_by_stock(folder, module, backbone, latents):
+    """Component -> what the stock pipeline's autoencoders decode when its transformer predicts no motion at all."""
+    cond = module.conditioning(1, 1)
+    modular = hasattr(module, "whole")
+    pipe, arguments = (
+        module.whole(folder, latents, cond) if modular else ordinary(folder, module, backbone, latents, cond)
+    )
+    pipe.set_progress_bar_config(disable=True)
     forward = pipe.transformer.forward
-    pipe.transformer.forward = lambda *a, **k: tuple(torch.zeros_like(v) for v in forward(*a, **k))
-    decoded = {}
+    still = wraps(forward)(lambda *a, **k: tuple(torch.zeros_like(v) for v in forward(*a, **k)))
+    pipe.transformer.forward, decoded = still, {}
     for name in ("vae", "audio_vae"):
         if part := getattr(pipe, name, None):
             decode = part.decode
             part.decode = lambda z, *a, _d=decode, _n=name, **k: decoded.setdefault(_n, _d(z, *a, **k))
-    backbone.fit_pipeline(pipe)
-    cond = backbone.pipeline_condition(module.conditioning(1, 1))
-    pipe(
-        **cond,
-        **backbone.to_pipeline(latents),
-        **backbone.pipeline_arguments(),
-        num_inference_steps=1,
-        output_type="pt",
-    )
+    pipe(**arguments)
     return {name: value[0] for name, value in decoded.items()}
 
 
@@ -84,46 +88,25 @@ def test_the_stock_pipeline_decodes_what_was_encoded(family):
     )
     media = {backbone.modalities[0]: torch.rand(shape, generator=g) * 2 - 1}
     if "audio" in backbone.modalities:
-        media["audio"] = torch.rand(1, 2, 16000, generator=g) - 0.5
+        media["audio"] = torch.rand(1, 2, 48000, generator=g) - 0.5
+    if name == "ltx2":
         for vae in vaes.values():  # as initialised the statistics are 0 and 1
             vae.latents_mean.uniform_(-1, 1, generator=g)
             vae.latents_std.uniform_(0.5, 2, generator=g)
             vae.save_pretrained(folder / ("vae" if vae is vaes["vae"] else "audio_vae"))
     with torch.no_grad():
         latents = backbone.encode_media(vaes, media)
-        assert {m: tuple(x.shape[1:]) for m, x in latents.items()} == backbone.latent_shapes()
+        shapes = backbone.latent_shapes()
+        assert {m: tuple(x.shape[1:]) for m, x in latents.items()} == shapes
         pictures = media[backbone.modalities[0]]
         pictures = pictures[:, :, None] if name.startswith("qwen") else pictures  # its autoencoder is a video's
-        expected = {"vae": vaes["vae"].decode(vaes["vae"].encode(pictures).latent_dist.mode()).sample}
-        if "audio" in media:
-            mel = log_mel(media["audio"], vaes["audio_vae"], backbone.latent_shapes()["audio"][1])
-            expected["audio_vae"] = vaes["audio_vae"].decode(vaes["audio_vae"].encode(mel).latent_dist.mode()).sample
+        taken = module.taken(vaes, media, shapes) if "audio" in media else {"vae": pictures}
+        expected = {n: vaes[n].decode(vaes[n].encode(x).latent_dist.mode()).sample for n, x in taken.items()}
         decoded = decoded_by_stock(folder, module, backbone, latents)
     assert decoded.keys() == expected.keys()
     for part in expected:
         torch.testing.assert_close(decoded[part], expected[part], rtol=1e-3, atol=1e-4)
         assert expected[part].std() > 1e-2
-
-
-def test_media_of_a_family_that_encodes_none_are_refused(warm, tmp_path):
-    import family_minimax_h3
-
-    family_minimax_h3.build(tmp_path / "teacher")
-    (tmp_path / "clips.jsonl").write_text(json.dumps({"prompt": "rain", "video": "rain.mp4"}))
-    flags = [
-        "--prompts",
-        tmp_path / "clips.jsonl",
-        "--media",
-        "--height",
-        "32",
-        "--width",
-        "32",
-        "--out",
-        tmp_path / "out",
-    ]
-    code, output = warm("encode", "--teacher", tmp_path / "teacher", *flags)
-    assert code == 2 and "media is true; allowed is prompts alone, MiniMaxH3 encodes no media here" in output, output
-    assert "Traceback" not in output and not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------------------------------------------- reading media
@@ -175,6 +158,7 @@ def test_sound_is_resampled_to_stereo_and_cut(tmp_path):
     write_sound(tmp_path / "a.wav", 0.5 * torch.sin(2 * torch.pi * 440 * time)[None], 24000)
     sound = read_sound(str(tmp_path / "a.wav"), 16000, 0.75)
     assert sound.shape == (2, 12000) and torch.equal(sound[0], sound[1])
+    assert sound.max() == pytest.approx(0.5, rel=0.01)  # as loud as it was
     spectrum = np.abs(np.fft.rfft(sound[0][:8000]))
     assert spectrum.argmax() * 16000 / 8000 == 440
     write_video(tmp_path / "silent.mp4", torch.zeros(2, 3, 32, 48), 12.0)
@@ -230,9 +214,10 @@ def test_tokens_are_what_the_transformer_gets(family):
     name, module, folder = family
     backbone = read_backbone(folder, getattr(module, "SIZE", None))
     transformer, lengths = load_transformer(folder, torch.float32), {}
-    for m, head in backbone.heads.items():
+    linears = getattr(module, "TOKENS", {m: head.module for m, head in backbone.heads.items()})
+    for m, linear in linears.items():
         take = lambda module, args, _m=m: lengths.update({_m: args[0].shape[1]})  # noqa: E731
-        transformer.get_submodule(head.module).register_forward_pre_hook(take)
+        transformer.get_submodule(linear).register_forward_pre_hook(take)
     state = {m: torch.zeros(1, *shape) for m, shape in backbone.latent_shapes().items()}
     Velocity(transformer, backbone)(state, {m: torch.full((1,), 0.5) for m in state}, module.conditioning(1, 1))
     text = lengths["image"] - backbone.tokens()["image"] if name == "qwen_image21" else 0

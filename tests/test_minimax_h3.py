@@ -1,21 +1,27 @@
 """MiniMax-H3 beyond what every family must pass: batches, clocks, sizes, float32 time, prompts, its own pipeline."""
 
 import json
+import shutil
 import string
 
 import family_minimax_h3 as family
 import pytest
 import torch
+from conftest import lines
 from datasets import load_from_disk
-from diffusers import ModularPipeline
 from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
-from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3TextEncoderStep
+from diffusers.modular_pipelines.minimax_h3.encoders import (
+    MiniMaxH3Ref2VAReferenceEncoderStep,
+    MiniMaxH3TextEncoderStep,
+)
+from diffusers.modular_pipelines.minimax_h3.references import MiniMaxH3VideoReference
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from pdd.backbones import Size, backbone_for, read_backbone
 from pdd.config import Config
-from pdd.formats import contract, load_transformer, read_student, save_student
+from pdd.formats import contract, load_autoencoders, load_transformer, read_student, save_student
 from pdd.grid import Grid, partition
+from pdd.media import write_video
 from pdd.pipeline import load_student
 from pdd.sampling import initial
 from pdd.student import FusedStudent, Velocity, head_parameters, widen
@@ -186,6 +192,72 @@ def test_prompt_embeddings_are_the_stock_pipeline_s(warm, tmp_path):
     assert code == 2 and "error: max_sequence_length is 8; prompt 'a red house'... has " in output, output
 
 
+# -------------------------------------------------------------------------------------------- media
+
+
+def test_media_become_what_the_stock_pipeline_makes_of_a_reference(teacher):
+    """Up to its rounding of video latents to float16."""
+    g, size = torch.Generator().manual_seed(2), Size(24, 32, 158)  # 263.3 sounds long
+    backbone, vaes = read_backbone(teacher, size), load_autoencoders(teacher, torch.float32, "cpu")
+    with torch.no_grad():  # it draws its latents: of no deviation here
+        vaes["vae"].quant_conv.weight[4:] = 0
+        vaes["vae"].quant_conv.bias[4:] = -30
+    frames = torch.randint(0, 256, (158, 24, 32, 3), generator=g, dtype=torch.uint8)
+    sound = torch.rand(2, 263 * 200, generator=g) - 0.5
+    step = MiniMaxH3Ref2VAReferenceEncoderStep().init_pipeline()
+    step.update_components(**vaes)
+    reference = MiniMaxH3VideoReference(frames=frames.numpy(), fps=24, audio=sound)
+    names = ["condition_latents", "audio_condition_latents"]
+    (video,), (audio,) = step(normalized_references=[reference], output=names).values()
+    video, audio = video[0], audio.unflatten(0, (2, 263)).transpose(1, 2)
+    pixels, longer = frames.permute(3, 0, 1, 2) / 127.5 - 1, torch.cat([sound, torch.ones(2, 67)], 1)  # 158 frames'
+    media = {"video": torch.stack([pixels, pixels.flip(1)]), "audio": torch.stack([longer, -longer])}
+    with torch.no_grad():
+        made = backbone.encode_media(vaes, media)
+        rounded = backbone.encode_media(load_autoencoders(teacher, torch.bfloat16, "cpu"), media)
+    torch.testing.assert_close(made["video"][0], video, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(made["audio"][0], audio, rtol=1e-4, atol=1e-5)
+    assert video.std() > 0.1 and audio.std() > 0.1 and not torch.allclose(audio[0], audio[1])
+    # both encoders stay in float32 whatever the rest is, and so do their inputs
+    assert all(torch.equal(rounded[m], made[m]) for m in made)
+
+
+def test_clips_of_several_sizes_and_lengths_are_encoded_and_trained_on(warm, tmp_path):
+    with_text_encoder(tmp_path / "teacher")
+    g, time = torch.Generator().manual_seed(0), torch.arange(8 * 16000) / 16000
+    tone = 0.5 * torch.sin(2 * torch.pi * 300 * time)
+    clips = {  # frames, a second, height, width, channels of sound, seconds of it
+        "wide": (125, 24, 48, 96, 2, 8), "tall": (75, 12, 96, 48, 1, 8), "cut off": (125, 24, 48, 64, 2, 1),
+        "short": (50, 12, 48, 64, 2, 8), "silent": (63, 12, 48, 64, 0, 0),
+    }  # fmt: skip
+    for name, (frames, fps, height, width, channels, seconds) in clips.items():
+        sound = tone[: seconds * 16000].expand(channels, -1) if channels else None
+        write_video(tmp_path / f"{name}.mp4", torch.rand(frames, 3, height, width, generator=g), fps, sound, 16000)
+    table = [json.dumps({"video": f"{name}.mp4", "prompt": f"a {name} one"}) for name in clips]
+    (tmp_path / "clips.jsonl").write_text("\n".join(table))
+    size = ["--height", 24, "--width", 32, "--num_frames", 141]
+    encode = ["encode", "--teacher", tmp_path / "teacher", "--prompts", tmp_path / "clips.jsonl", "--media", *size,
+              "--min_frames", 124, "--buckets", 2, "--max_sequence_length", 24, "--out"]  # fmt: skip
+    code, output = warm(*encode, tmp_path / "data")
+    assert code == 0, output
+    rows = load_from_disk(str(tmp_path / "data"))
+    assert dict(zip(rows["prompt"], rows["bucket"])) == {
+        "": "", "a wide one": "24x40x124", "a tall one": "36x16x141", "a cut off one": "24x32x124",
+    }  # fmt: skip
+    shapes = [[row["video_latents_shape"], row["audio_latents_shape"]] for row in rows if row["bucket"]]
+    assert shapes == [[[4, 37, 6, 10], [2, 8, 207]], [[4, 42, 9, 4], [2, 8, 235]], [[4, 37, 6, 8], [2, 8, 207]]]
+    assert "1 rows  370 video tokens  414 audio tokens" in output, output
+    assert "100 frames at 24 a second, 124 are needed" in output and "there is no sound in it" in output, output
+    run = warm.train(
+        tmp_path / "run", "--teacher", tmp_path / "teacher", "--data", tmp_path / "data", *size, "--rollout_mode",
+        "data_latent", "--train_micro_batch_size_per_gpu", 1, "--max_train_steps", 3,
+    )  # fmt: skip
+    assert len(lines(run, "loss")) == 3 and all(0 < loss < 1e3 for loss in lines(run, "loss"))
+    shutil.rmtree(tmp_path / "teacher" / "audio_vae")
+    code, output = warm(*encode, tmp_path / "other")
+    assert code == 2 and "has no audio_vae/" in output and "Traceback" not in output, output
+
+
 # -------------------------------------------------------------------------------------------- students in its pipeline
 
 
@@ -194,20 +266,13 @@ def test_a_student_decodes_what_the_whole_stock_pipeline_does(teacher, backbone,
     cond, nodes = family.conditioning(1, 1), partition(N, 3)
     pipe = load_student(student, text_encoders=False)
     made = pipe(**cond, **backbone.to_pipeline(state), **backbone.pipeline_arguments(), num_inference_steps=3)
-    workflow = ModularPipeline.from_pretrained(str(teacher)).blocks.get_workflow("t2va")
-    workflow.sub_blocks.pop("text_encoder")
-    stock = workflow.init_pipeline(str(teacher))
-    stock.load_components(dtype=torch.float32)
+    stock, arguments = family.whole(teacher, state, cond)
     sigmas = {m: s[nodes[:-1]].tolist() for m, s in grid.sigma.items()}
     stock.update_components(
         scheduler=family.Given(sigmas["video"]), audio_scheduler=family.Given(sigmas["audio"])
     )  # fmt: skip
-    whole = stock(
-        prompt_embeds=cond["prompt_embeds"], text_token_tags=torch.ones(7, dtype=torch.long), latents=state["video"],
-        audio_latents=state["audio"][0], num_inference_steps=99, output_type="pt", **vars(family.SIZE),
-        output=["videos", "audio", "sampling_rate"],
-    )  # fmt: skip
-    assert made.frames.shape == (1, 124, 3, 24, 32) and made.audio.shape == (1, 2, 207 * 4)
+    whole = stock(**arguments, output=["videos", "audio", "sampling_rate"])
+    assert made.frames.shape == (1, 124, 3, 24, 32) and made.audio.shape == (1, 2, 207 * 200)
     torch.testing.assert_close(made.frames, whole["videos"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(made.audio, whole["audio"], rtol=1e-4, atol=1e-4)
     assert backbone.sound_rate(pipe) == whole["sampling_rate"]
@@ -252,8 +317,6 @@ def test_what_a_student_cannot_do_is_refused(arguments, message, student):
 
 
 def test_a_damaged_component_is_refused_by_name(teacher, student, tmp_path):
-    import shutil
-
     shutil.copytree(teacher, tmp_path / "teacher")
     (tmp_path / "teacher" / "audio_vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match="audio_vae.* cannot be loaded"):

@@ -90,7 +90,6 @@ class Backbone:
     max_sequence_length = 512  # tokens of an encoded prompt, where the pipeline is called without saying
     padding_side = "right"  # of encoded prompts
     frame_rate = 0.0  # frames per second of a family's videos
-    encodes_media = True  # are real pictures, videos and sounds made latents here?
     picture_mode = "RGB"  # channels of the pictures and frames that its autoencoder takes
     blocks: str | None = None  # list of blocks, one tensor in and out, of which uncond_skip_layer may name one
     batched = True  # does the transformer take several samples? else each has a forward of its own
@@ -248,10 +247,14 @@ class Backbone:
         Args:
             vaes: component -> autoencoder; ``vae``, ``audio_vae``.
             media: modality -> ``[B, ...]`` of this size: pictures ``[B, C, H, W]`` and videos ``[B, C, F, H, W]`` in [-1, 1],
-                sound ``[B, 2, S]`` in [-1, 1] of any length.
+                sound ``[B, 2, S]`` in [-1, 1] of any length, at :meth:`media_sound_rate`.
         """
         vae = vaes["vae"]
         return {"image": (mode(vae, media["image"]) - vae.config.shift_factor) * vae.config.scaling_factor}
+
+    def media_sound_rate(self, vaes: Mapping[str, Any]) -> int:
+        """Samples per second of the sound that :meth:`encode_media` takes."""
+        raise NotImplementedError
 
     def tokens(self) -> dict[str, int]:
         """Modality -> tokens that one sample of this size is to the transformer."""
@@ -367,12 +370,15 @@ def patch_norm(latents: Tensor, patch: tuple[int, ...]) -> Tensor:
 
 def mode(vae: Any, pixels: Tensor) -> Tensor:
     """The most likely latents, in float32: one dataset for all epochs has no use for a draw."""
-    return vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float()
+    dtype = next(vae.encoder.parameters()).dtype  # some stay in float32 whatever the rest is in
+    return vae.encode(pixels.to(vae.device, dtype)).latent_dist.mode().float()
 
 
-def standardized(vae: Any, pixels: Tensor) -> Tensor:
-    """:func:`mode` of ``[B, C, F, H, W]`` by the mean and deviation of every channel that the autoencoder records."""
+def standardized(vae: Any, media: Tensor) -> Tensor:
+    """:func:`mode` of ``[B, C, ...]`` by the mean and deviation of every channel that the autoencoder records."""
+    latents = mode(vae, media).cpu()
     mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+        torch.tensor(values).view(1, -1, *[1] * (latents.ndim - 2))
+        for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    return (mode(vae, pixels).cpu() - mean) / std
+    return (latents - mean) / std

@@ -100,6 +100,9 @@ class LTX2(Backbone):
         audio = (latents - audio_vae.latents_mean.float()) / audio_vae.latents_std.float()
         return {"video": video, "audio": rearrange(audio, "b l (c m) -> b c l m", m=bins)}
 
+    def media_sound_rate(self, vaes: Mapping[str, Any]) -> int:
+        return vaes["audio_vae"].config.sample_rate
+
     def check_prompt_length(self, tokens: int) -> None:
         super().check_prompt_length(tokens)
         for modality in ("video", "audio"):  # learned registers stand in the place of padding, all of them

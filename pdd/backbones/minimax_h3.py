@@ -13,7 +13,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from einops import rearrange
 from torch import Tensor, nn
 
-from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm, unrounded
+from pdd.backbones.base import Backbone, Head, Size, State, at_least_float32, patch_norm, standardized, unrounded
 
 FRAME_RATE = 24.0  # the pipeline's only one
 SECONDS = (5, 15)  # shortest and longest video that it makes
@@ -24,6 +24,8 @@ VIDEO, TEXT, SOUND = range(3)  # tags by which the transformer modulates a row
 # of them one frame, each other one four
 FRAME_TIMES = [SOUND_RATE / FRAME_RATE * frames for frames in (1, 4, 4, 4, 4)]
 CANVAS = 32.0  # length of the rotary axes of a square picture
+# the video VAE takes colours in 0..1 by the mean and deviation of ImageNet's, which no configuration of it says
+COLOUR_MEAN, COLOUR_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class MiniMaxH3(Backbone):
@@ -41,7 +43,6 @@ class MiniMaxH3(Backbone):
     heads = {"video": Head("proj_out"), "audio": Head("audio_proj_out")}
     columns = ("prompt_embeds", "prompt_embeds_mask")
     blocks = "transformer_blocks"
-    encodes_media = False
     batched = False
     default = {"height": 768, "width": 1344, "num_frames": 124}  # its pipeline's
 
@@ -77,6 +78,22 @@ class MiniMaxH3(Backbone):
             "video": (self.config["in_channels"], (frames - tokens) // clip * tokens + 2, *sides),
             "audio": (2, self.config["audio_in_channels"], round(frames / FRAME_RATE * SOUND_RATE)),
         }
+
+    def tokens(self) -> dict[str, int]:
+        shapes = self.latent_shapes()
+        channels, _, length = shapes["audio"]
+        return {"video": math.prod(shapes["video"][1:]) // math.prod(self.patch), "audio": channels * length}
+
+    def encode_media(self, vaes: Mapping[str, Any], media: State) -> State:
+        mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (COLOUR_MEAN, COLOUR_STD))
+        samples = self.latent_shapes()["audio"][2] * vaes["audio_vae"].hop_length
+        sound = nn.functional.pad(media["audio"], (0, samples - media["audio"].shape[-1]))  # by less than none: cut
+        latents = standardized(vaes["audio_vae"], rearrange(sound, "b s t -> (b s) 1 t"))  # a VAE of one channel
+        video = standardized(vaes["vae"], ((media["video"] + 1) / 2 - mean) / std)
+        return {"video": video, "audio": rearrange(latents, "(b s) c l -> b s c l", s=2)}
+
+    def media_sound_rate(self, vaes: Mapping[str, Any]) -> int:
+        return vaes["audio_vae"].config.sampling_rate
 
     def forward(
         self,
