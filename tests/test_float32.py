@@ -1,14 +1,16 @@
 """What Diffusers keeps in float32 stays so under an engine that makes every parameter less, in both roles."""
 
+import shutil
+
 import family_minimax_h3
 import family_wan
 import pytest
 import torch
-from conftest import ds_config, lines, student_weights
+from conftest import ds_config, equal, lines, student_weights
 from datasets import Dataset
 
 from pdd.backbones import read_backbone
-from pdd.float32 import kept_in_float32
+from pdd.float32 import Float32, kept_in_float32
 from pdd.formats import load_transformer, read_student
 from pdd.grid import Grid
 from pdd.student import Velocity
@@ -131,6 +133,38 @@ def test_autocast_leaves_them_alone(warm, tmp_path):
     assert_same(found["teacher"], stock, backbone, case["inputs"], kept)
     student = read_student(tmp_path / "run" / "student").transformer
     assert_same(found["student"], student, backbone, (*case["inputs"], case["plans"]), kept)
+
+
+@pytest.mark.parametrize("family", [family_wan, family_minimax_h3])
+def test_gradients_are_those_of_the_plain_model(family, tmp_path):
+    family.build(tmp_path)
+    backbone = read_backbone(tmp_path, family.SIZE)
+    g, cond, grads = torch.Generator().manual_seed(3), family.conditioning(1, 1), []
+    state = {m: torch.randn(1, *shape, generator=g) for m, shape in backbone.latent_shapes().items()}
+    for attached in (False, True):
+        model = Velocity(load_transformer(tmp_path, torch.float32), backbone)
+        if attached:
+            Float32(model).attach(torch.device("cpu"))
+        out = model(state, {m: torch.tensor([0.7]) for m in state}, cond)
+        sum(v.square().mean() for v in out.values()).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert sum(bool(grad.any()) for grad in grads[0].values()) > 0.8 * len(grads[0])
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_resumed_run_computes_with_the_saved_ones(warm, tmp_path):
+    """In the first update after it, too."""
+    engine = ds_config(tmp_path, 3, bf16=True)
+    trained(warm, tmp_path, family_wan, engine, "--save_every", 2)
+    first = tmp_path / "first"
+    shutil.copytree(tmp_path / "run", first)
+    shutil.rmtree(first / "student")
+    shutil.rmtree(first / "checkpoints" / "step-000003")
+    (first / "latest").write_text("step-000002")
+    code, output = warm("train", "--ds_config", engine, "--resume", "--run", first, ranks=2)
+    assert code == 0 and "at step 2" in output, output
+    assert equal(student_weights(first), student_weights(tmp_path / "run"))
 
 
 def test_masters_start_exact(warm, tmp_path):
