@@ -388,6 +388,20 @@ def read_student(
     return _loaded(transformer, backbone, grid, facts, device, adapters)
 
 
+def student_without_weights(folder: Path) -> LoadedStudent:
+    """What a student's small files say; its transformer has no weights.
+
+    Raises:
+        ValueError: no student there.
+    """
+    facts = read_contract(folder)
+    if facts.get("lora_rank"):
+        backbone = adapted_backbone(model_folder(facts["base_model"]), facts)
+    else:
+        backbone = whole_backbone(folder, facts)
+    return LoadedStudent(empty_transformer(backbone.config), backbone, grid_of(facts), facts)
+
+
 def grid_of(facts: dict[str, Any]) -> Grid:
     """The grid of a contract; only students that came from elsewhere have ``sigmas``.
 

@@ -11,12 +11,19 @@ from pdd.config import Config
 from pdd.data import Rows
 from pdd.formats import empty_transformer
 from pdd.grid import Grid
+from pdd.high_noise import HighNoiseRollout
 from pdd.lora import add_adapters
 from pdd.student import Student, Velocity, head_parameters, widen
 
 
 def estimate(
-    config: Config, ds_config: dict[str, Any], backbone: Backbone, grid: Grid, rows: Rows, ranks: int
+    config: Config,
+    ds_config: dict[str, Any],
+    backbone: Backbone,
+    grid: Grid,
+    rows: Rows,
+    ranks: int,
+    rollout: HighNoiseRollout | None = None,
 ) -> dict[str, int]:
     """Bytes per rank, and counts of parameters.
 
@@ -54,6 +61,8 @@ def estimate(
         "optimizer": masters * trained // share(stage >= 1),
         "teacher": size * base // share(stage == 3),
     }
+    if rollout is not None:
+        out["high expert"] = size * rollout.parameters // share(stage == 3)
     if backbone.runs_on_meta:
         out["activations"] = activations(config, transformer, backbone, grid, rows)
     return out | {"total": sum(size for name, size in out.items() if not name.endswith("parameters"))}
@@ -95,7 +104,9 @@ def report(figures: dict[str, int], ranks: int) -> str:
         f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads, "
         f"{figures['trained_parameters']:,} trained; per rank of {ranks}:"
     )
-    names = ("weights", "gradients", "optimizer", "teacher", "activations", "total")
+    names = ["weights", "gradients", "optimizer", "teacher", "activations", "total"]
+    if "high expert" in figures:
+        names.insert(4, "high expert")
     sizes = (readable(figures[name]) if name in figures else "not counted" for name in names)
     return "\n".join([counts, *(f"{name:>12} {size:>12}" for name, size in zip(names, sizes))])
 

@@ -1,12 +1,13 @@
 """Wan 2.2's two experts: each distilled over its own part of the clock, both sampled in the stock pipeline."""
 
 import json
+import math
 import shutil
 
 import family_wan
 import pytest
 import torch
-from conftest import REPO, lines, student_weights
+from conftest import REPO, ds_config, lines, student_weights
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
 
@@ -15,6 +16,7 @@ from pdd.config import Config, Guidance
 from pdd.data import Rows
 from pdd.draws import noise
 from pdd.formats import LoadedStudent, contract, empty_transformer, load_transformer, read_student, save_student
+from pdd.high_noise import high_noise_rollout
 from pdd.pipeline import Course, PDDScheduler, load_student
 from pdd.sampling import endpoint, initial
 from pdd.student import FusedStudent, Velocity, head_parameters, widen
@@ -294,6 +296,84 @@ def test_the_script_samples_both_runs_and_either_beside_its_teacher(runs, warm, 
         guided = sample(f"{run}-guided", run, *beside)  # as the run's teacher was
         assert sample(f"{run}-same", run, *beside, "--second_guidance", "2") == guided
         assert sample(f"{run}-plain", run, *beside, "--second_guidance", "1") != guided
+
+
+# -------------------------------------------------------------------------------------------- prompts alone
+
+
+def rollout_of(folder, data, dtype=torch.float32, **knobs):
+    """The rollout of a low expert's run, its weights read."""
+    config = Config(
+        **{**TRAINED, "teacher": str(folder), "expert": "low", "data": str(data), **vars(family_wan.SIZE), **knobs}
+    )
+    backbone = read_backbone(folder, family_wan.SIZE)
+    backbone.choose("low")
+    grid = backbone.grid(config.pdd_steps, {"video": config.shift}, config.grid_max_t)
+    rollout = high_noise_rollout(config, backbone, grid, Rows(config, backbone))
+    rollout.use(rollout.load(dtype).eval())
+    return rollout, grid
+
+
+@pytest.mark.parametrize("guidance, given", [(1.0, None), (4.0, None), (2.0, 4.0)])
+def test_low_trajectories_start_where_the_stock_pipeline_is_at_the_boundary(guidance, given, teacher, tmp_path):
+    data = dataset(tmp_path / "data", latents=False)
+    rollout, low = rollout_of(
+        teacher, data, teacher_guidance_scale=guidance, high_steps=5, high_guidance_scale=given, shift=3.0
+    )
+    eps, cond = torch.randn(2, 4, 4, 6, 8, generator=torch.Generator().manual_seed(3)), family_wan.conditioning(2, 1)
+    made = rollout({"video": eps}, cond)
+    uncond = load_from_disk(str(data)).with_format("torch")[2]["prompt_embeds"].expand(2, -1, -1)
+    # five even steps of the clock down to the boundary, where the other expert is to go on
+    left = torch.linspace(1, 0.875 / (3 * 0.124 + 0.875), 6, dtype=torch.float64)
+    high = 3 * left * 0.999 / (1 + 2 * left)
+    levels, first = {"video": [*high[:-1].tolist(), 0.8749, 0.5]}, {"video": 0.999 * eps}
+    negative = {"prompt_embeds": uncond} if guidance > 1 else None
+    scale = given or guidance
+    levels["video"][5] = float(high[-1]) - 1e-6
+    assert_close(made, family_wan.stock(teacher, first, levels, cond, negative, scale, 7.0, after=5))
+    assert float(high[-1]) == pytest.approx(0.875, rel=1e-12) == float(low.sigma["video"][0])
+
+
+def test_a_student_of_the_high_expert_walks_as_in_its_pipeline(saved, teacher, tmp_path):
+    data = dataset(tmp_path / "data", latents=False)
+    rollout, _ = rollout_of(teacher, data, high_student=str(saved / "high"), high_steps=2)
+    eps, cond = torch.randn(2, 4, 4, 6, 8, generator=torch.Generator().manual_seed(3)), family_wan.conditioning(2, 1)
+    pipe, seen = load_student(saved / "high", text_encoders=False, second=saved / "low"), []
+    call(pipe, {"video": 0.999 * eps}, cond, 4,
+         callback_on_step_end=lambda pipe, step, time, there: seen.append(there["latents"]) or {})  # fmt: skip
+    assert_close(rollout({"video": eps}, cond), {"video": seen[1]})
+
+
+def test_prompts_alone_train_the_low_expert_and_a_resumed_run_is_the_same(warm, teacher, tmp_path):
+    """Two ranks in bf16 under ZeRO-3, whose trajectories end at different steps; stopped between two times of the rollout."""
+    data, run = dataset(tmp_path / "data", latents=False), tmp_path / "run"
+    knobs = {"block_size_min": 2, "max_train_steps": 5, "save_every": 3, "validation_every": 5, "high_steps": 3,
+             "high_guidance_scale": 4.0}  # fmt: skip
+    recipe = {**TRAINED, "teacher": str(teacher), "data": str(data), "expert": "low", **knobs}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    flags = ["--ds_config", ds_config(tmp_path, 3, True), "--recipe", tmp_path / "recipe.yaml"]
+    code, output = warm("train", *flags, "--run", run, *SIZE, ranks=2)
+    assert code == 0, output
+    losses, end = lines(run, "loss"), run / "checkpoints" / "step-000005"
+    assert len(losses) == 5 and all(map(math.isfinite, losses))
+
+    # rank 1 began at the second rung: it restarted at the ends of updates 1, 3, 5, and rank 0 after 2 and 4
+    rollout, _ = rollout_of(teacher, data, torch.bfloat16, high_steps=3, high_guidance_scale=4.0)
+    state = load_file(end / "trajectories-00001.safetensors")
+    assert state["0.rung"].tolist() == [0] and state["0.serial"].tolist() == [3 * 2 + 1]
+    rows = Rows(rollout.config, rollout.backbone)
+    cond = rows.cond(rows.shuffled(torch.tensor([7]), 2), "cpu")
+    start = rollout({"video": noise((4, 4, 6, 8), 0, "noise", "video", 7)[None]}, cond)
+    torch.testing.assert_close(state["0.state.video"], start["video"], rtol=0, atol=1e-2)
+
+    straight = {path.name: path.read_bytes() for path in end.iterdir()}
+    shutil.rmtree(end)
+    shutil.rmtree(run / "student")
+    (run / "latest").write_text("step-000003\n")
+    code, output = warm("train", *flags[:2], "--resume", "--run", run, ranks=2)
+    assert code == 0, output
+    assert lines(run, "loss") == losses
+    assert {path.name: path.read_bytes() for path in end.iterdir()} == straight
 
 
 # -------------------------------------------------------------------------------------------- refusals

@@ -1,0 +1,119 @@
+"""Where the low-noise expert's trajectories start when there are prompts alone: where the high-noise expert's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pdd.backbones import Backbone, read_backbone
+from pdd.backbones.base import State
+from pdd.config import HIGH_KNOBS, Config, ConfigError, resolve
+from pdd.data import Rows
+from pdd.formats import LoadedStudent, empty_transformer, load_transformer, read_student, student_without_weights
+from pdd.grid import Grid
+from pdd.sampling import endpoint, initial
+from pdd.student import Student, Velocity, widen
+from pdd.teacher import Teacher, unconditional_condition
+
+STEPS = 16  # what a sampler of 25 steps gives the high expert at a shift of 12
+
+
+class HighNoiseRollout:
+    """The frozen high-noise expert, walked from noise to the boundary: in guided Euler steps, or by its student.
+
+    Made of small files, so that what is wrong is found early; to be called, it needs the weights of :meth:`load`.
+
+    Args:
+        config: the knobs of the low expert's run.
+        backbone, grid: the low expert's.
+        rows: the run's dataset.
+
+    Raises:
+        ConfigError: a knob of the high expert's is wrong.
+    """
+
+    def __init__(self, config: Config, backbone: Backbone, grid: Grid, rows: Rows):
+        # the same run's knobs as the high expert's own
+        scale = config.teacher_guidance_scale if config.high_guidance_scale is None else config.high_guidance_scale
+        mine = {"high_student": "", "high_steps": None, "high_guidance_scale": None}
+        self.config = replace(config, expert="high", teacher_guidance_scale=scale, **mine)
+        self.student: Path | None = None
+        try:
+            if config.high_student:
+                self.student = resolve(config.high_student)
+                self._of_student(student_without_weights(self.student), backbone, config.high_steps)
+            else:
+                self.backbone = read_backbone(self.config.teacher_dir, config.size)
+                self.backbone.choose("high")
+                steps = STEPS if config.high_steps is None else config.high_steps
+                shifts = {m: s.shift for m, s in grid.schedules.items()}
+                self.grid, self.nodes = self.backbone.grid(steps, shifts, grid.max_t), list(range(steps + 1))
+                self.unconditional = unconditional_condition(self.config, self.backbone, rows)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            knob = f"high_student {config.high_student!r}: " if config.high_student else ""
+            raise ConfigError(f"{knob}{error}") from None
+
+    def _of_student(self, student: LoadedStudent, low: Backbone, steps: int | None) -> None:
+        self.backbone, self.grid = student.backbone, student.grid
+        if (self.backbone.expert, self.backbone.boundary) != ("high", low.boundary):
+            raise ValueError(
+                f"it is of expert {self.backbone.expert} and boundary {self.backbone.boundary}; allowed is the high expert, "
+                f"with boundary {low.boundary}"
+            )
+        if steps is None:
+            raise ValueError("high_steps is not given; needed is the number of its forwards")
+        self.nodes = student.nodes(steps)
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters :meth:`load` reads."""
+        transformer = empty_transformer(self.backbone.config)
+        if self.student:
+            transformer = widen(transformer, self.backbone, self.grid.pdd_steps)
+        return sum(p.numel() for p in transformer.parameters())
+
+    def load(self, dtype: torch.dtype) -> Velocity:
+        """The model that walks, for :meth:`use`.
+
+        Raises:
+            ValueError: a file is missing, or does not fit.
+        """
+        if self.student:
+            transformer = read_student(self.student, dtype).transformer
+        else:
+            transformer = load_transformer(self.config.teacher_dir, dtype, self.backbone.component)
+        return Velocity(transformer, self.backbone)
+
+    def use(self, model: Callable[..., State]) -> None:
+        """Walk by what :meth:`load` gave, or by an engine around it."""
+        if self.student:
+            self.role = Student(model, self.grid)
+        else:
+            self.role = Teacher(model, self.backbone, self.grid, self.config, self.unconditional)
+
+    @torch.no_grad()
+    def __call__(self, noise: State, cond: dict[str, torch.Tensor]) -> State:
+        """Noise ``[B, ...]`` -> states at the boundary; the same number of forwards for any batch."""
+        return endpoint(self.role.block(cond), initial(noise, self.grid), self.grid, self.nodes)
+
+
+def high_noise_rollout(config: Config, backbone: Backbone, grid: Grid, rows: Rows) -> HighNoiseRollout | None:
+    """The rollout that this run's trajectories start from; None where they start from noise, or from latents.
+
+    Raises:
+        ConfigError: see :class:`HighNoiseRollout`; or knobs of it are given and nothing is rolled out.
+    """
+    if config.starts_at_boundary and not rows.has_latents:
+        return HighNoiseRollout(config, backbone, grid, rows)
+    for name in HIGH_KNOBS:
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}; allowed is none, trajectories start from the latents of data "
+                f"{str(rows.path)!r}"
+            )
+    return None
