@@ -327,6 +327,20 @@ class LoadedStudent:
         return [*range(0, self.grid.pdd_steps, stride), self.grid.pdd_steps]
 
 
+def find_second(second: str) -> Path:
+    """The other expert's student that a script's ``--second`` means: of a run, or a student's own folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (Path(second), Path(second) / "student"):
+        if (folder / CONTRACT).exists():
+            return folder
+    raise ConfigError(
+        f"second {second!r} has no finished student; allowed is the folder of a complete run, or a student's"
+    )
+
+
 def find_student(run: str | None, student: str | None) -> Path:
     """The student's folder that a script's ``--run`` or ``--student`` means.
 

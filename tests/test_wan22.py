@@ -9,9 +9,10 @@ import pytest
 import torch
 from conftest import REPO, ds_config, lines, student_weights
 from datasets import Dataset, load_from_disk
+from diffusers import WanPipeline
 from safetensors.torch import load_file
 
-from pdd.backbones import read_backbone
+from pdd.backbones import EXPERTS, read_backbone
 from pdd.config import Config, Guidance
 from pdd.data import Rows
 from pdd.draws import noise
@@ -326,10 +327,8 @@ def test_low_trajectories_start_where_the_stock_pipeline_is_at_the_boundary(guid
     # five even steps of the clock down to the boundary, where the other expert is to go on
     left = torch.linspace(1, 0.875 / (3 * 0.124 + 0.875), 6, dtype=torch.float64)
     high = 3 * left * 0.999 / (1 + 2 * left)
-    levels, first = {"video": [*high[:-1].tolist(), 0.8749, 0.5]}, {"video": 0.999 * eps}
-    negative = {"prompt_embeds": uncond} if guidance > 1 else None
-    scale = given or guidance
-    levels["video"][5] = float(high[-1]) - 1e-6
+    levels, first = {"video": [*high[:-1].tolist(), 0.875 - 1e-6]}, {"video": 0.999 * eps}
+    negative, scale = {"prompt_embeds": uncond} if guidance > 1 else None, given or guidance
     assert_close(made, family_wan.stock(teacher, first, levels, cond, negative, scale, 7.0, after=5))
     assert float(high[-1]) == pytest.approx(0.875, rel=1e-12) == float(low.sigma["video"][0])
 
@@ -374,6 +373,60 @@ def test_prompts_alone_train_the_low_expert_and_a_resumed_run_is_the_same(warm, 
     assert code == 0, output
     assert lines(run, "loss") == losses
     assert {path.name: path.read_bytes() for path in end.iterdir()} == straight
+
+
+# -------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.fixture(scope="module")
+def adapted(warm, teacher, tmp_path_factory):
+    """Runs of each expert with adapters, on prompts alone; the low one starts where the high one's student gets to."""
+    folder = tmp_path_factory.mktemp("adapted")
+    data, more = dataset(folder / "data", latents=False), {}
+    for expert in N:
+        recipe = {**TRAINED, "teacher": str(teacher), "data": str(data), "expert": expert, "validation_every": 0, "lora_rank": 3,
+                  "lora_alpha": 5, "learning_rate": 0.05, **more}  # fmt: skip
+        (folder / "recipe.yaml").write_text(json.dumps(recipe))
+        flags = ["--ds_config", ds_config(folder, 3), "--recipe", folder / "recipe.yaml", "--run", folder / expert]
+        code, output = warm("train", *flags, *SIZE, ranks=2)
+        assert code == 0, output
+        more = {"high_student": str(folder / "high" / "student"), "high_steps": 2}
+    return folder
+
+
+def test_adapters_of_both_experts_load_in_the_stock_pipeline(adapted, teacher, warm, tmp_path):
+    """By Diffusers' own loader, and the fused heads put in by hand: it samples as both students do together."""
+    folders = [adapted / expert / "student" for expert in N]
+    cond = family_wan.conditioning(2, 1)
+    ours = load_student(folders[0], text_encoders=False, second=folders[1])
+    state = start(*chosen(teacher, "high"))
+    made = call(ours, state, cond, 2)
+
+    pipe = WanPipeline.from_pretrained(teacher, **dict.fromkeys(family_wan.ABSENT))
+    plain = {
+        name: pipe.components[name].state_dict()["blocks.0.attn1.to_q.weight"].clone() for name in EXPERTS.values()
+    }
+    pipe.load_lora_weights(str(folders[0]), adapter_name="high")
+    pipe.load_lora_weights(str(folders[1]), adapter_name="low", load_into_transformer_2=True)
+    pipe.fuse_lora(components=list(EXPERTS.values()))
+    levels = [0.999]
+    for folder, (expert, name) in zip(folders, EXPERTS.items()):
+        transformer = pipe.components[name]
+        moved = transformer.state_dict()["blocks.0.attn1.to_q.base_layer.weight"] - plain[name]
+        assert moved.norm() > 1e-3 * plain[name].norm()
+        sigma = read_student(folder).grid.sigma["video"]
+        share = sigma.diff() / sigma.diff().sum()  # the whole part of the clock as one block
+        for entry, heads in load_file(folder / "pdd_heads.safetensors").items():
+            fused = torch.einsum("n,n...->...", share, heads.double())
+            transformer.get_parameter(entry).data.copy_(fused)
+        levels.append(float(sigma[-1]) - 1e-7)
+    pipe.scheduler = family_wan.Given(shift=1.0)
+    pipe.scheduler.given = levels[:2]
+    assert_close(made, call(pipe, state, cond, 2))
+
+    flags = ["--student", folders[0], "--second", folders[1], "--steps", "2", "--num", "1", "--out", tmp_path]
+    code, output = warm("sample", *flags)
+    assert code == 0 and (tmp_path / "sample-nfe2-seed0" / "a-thing-0.mp4").exists(), output
 
 
 # -------------------------------------------------------------------------------------------- refusals
