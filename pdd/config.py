@@ -271,6 +271,8 @@ class Config(Run, Lora, Optimization, Data, Guidance, Method, Model):
         for name in HIGH_KNOBS:
             idle = not self.starts_at_boundary and bool(getattr(self, name))
             require(not idle, name, getattr(self, name), "none but with expert low and rollout_mode simulate")
+        given = self.high_steps is not None or not self.high_student
+        require(given, "high_steps", None, "an integer >= 1 with high_student: the forwards that it is to take")
         scale = self.high_guidance_scale
         allowed = "none, a high_student has its guidance in its weights" if self.high_student else "more than 0"
         require(scale is None or (scale > 0 and not self.high_student), "high_guidance_scale", scale, allowed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,7 @@ from pdd.backbones import Backbone, read_backbone
 from pdd.backbones.base import State
 from pdd.config import HIGH_KNOBS, Config, ConfigError, resolve
 from pdd.data import Rows
-from pdd.formats import LoadedStudent, empty_transformer, load_transformer, read_student, student_without_weights
+from pdd.formats import CONTRACT, empty_transformer, load_transformer, read_student, student_without_weights
 from pdd.grid import Grid
 from pdd.sampling import endpoint, initial
 from pdd.student import Student, Velocity, widen
@@ -40,34 +39,40 @@ class HighNoiseRollout:
         scale = config.teacher_guidance_scale if config.high_guidance_scale is None else config.high_guidance_scale
         mine = {"high_student": "", "high_steps": None, "high_guidance_scale": None}
         self.config = replace(config, expert="high", teacher_guidance_scale=scale, **mine)
-        self.student: Path | None = None
+        self.student = resolve(config.high_student) if config.high_student else None
         try:
-            if config.high_student:
-                self.student = resolve(config.high_student)
-                self._of_student(student_without_weights(self.student), backbone, config.high_steps)
+            if self.student:
+                self._find_student(config, backbone)
             else:
-                self.backbone = read_backbone(self.config.teacher_dir, config.size)
-                self.backbone.choose("high")
-                steps = STEPS if config.high_steps is None else config.high_steps
-                shifts = {m: s.shift for m, s in grid.schedules.items()}
-                self.grid, self.nodes = self.backbone.grid(steps, shifts, grid.max_t), list(range(steps + 1))
-                self.unconditional = unconditional_condition(self.config, self.backbone, rows)
+                self._find_teacher(config, grid, rows)
         except ConfigError:
             raise
         except ValueError as error:
-            knob = f"high_student {config.high_student!r}: " if config.high_student else ""
-            raise ConfigError(f"{knob}{error}") from None
+            raise ConfigError(str(error)) from None
 
-    def _of_student(self, student: LoadedStudent, low: Backbone, steps: int | None) -> None:
+    def _find_teacher(self, config: Config, low: Grid, rows: Rows) -> None:
+        steps = STEPS if config.high_steps is None else config.high_steps
+        self.backbone = read_backbone(self.config.teacher_dir, config.size)
+        self.backbone.choose("high")
+        self.grid = self.backbone.grid(steps, {m: s.shift for m, s in low.schedules.items()}, low.max_t)
+        self.nodes = list(range(steps + 1))
+        self.unconditional = unconditional_condition(self.config, self.backbone, rows)
+
+    def _find_student(self, config: Config, low: Backbone) -> None:
+        knob = f"high_student {config.high_student!r}"
+        if not (self.student / CONTRACT).exists():
+            raise ConfigError(f"{knob} has no {CONTRACT}; allowed is a student's folder")
+        student = student_without_weights(self.student)
         self.backbone, self.grid = student.backbone, student.grid
         if (self.backbone.expert, self.backbone.boundary) != ("high", low.boundary):
-            raise ValueError(
-                f"it is of expert {self.backbone.expert} and boundary {self.backbone.boundary}; allowed is the high expert, "
+            raise ConfigError(
+                f"{knob} is of expert {self.backbone.expert} and boundary {self.backbone.boundary}; allowed is the high expert, "
                 f"with boundary {low.boundary}"
             )
-        if steps is None:
-            raise ValueError("high_steps is not given; needed is the number of its forwards")
-        self.nodes = student.nodes(steps)
+        fewest, most = student.facts["fewest_steps"], self.grid.pdd_steps
+        if not fewest <= config.high_steps <= most:
+            raise ConfigError(f"high_steps is {config.high_steps}; allowed by {knob} are {fewest} to {most}")
+        self.nodes = student.nodes(config.high_steps)
 
     @property
     def parameters(self) -> int:

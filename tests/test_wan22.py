@@ -2,16 +2,18 @@
 
 import json
 import math
+import re
 import shutil
 
 import family_wan
 import pytest
 import torch
-from conftest import REPO, ds_config, lines, student_weights
+from conftest import REPO, ds_config, equal, lines, student_weights
 from datasets import Dataset, load_from_disk
 from diffusers import WanPipeline
 from safetensors.torch import load_file
 
+import export_pdd
 from pdd.backbones import EXPERTS, read_backbone
 from pdd.config import Config, Guidance
 from pdd.data import Rows
@@ -341,13 +343,14 @@ def test_a_student_of_the_high_expert_walks_as_in_its_pipeline(saved, teacher, t
     call(pipe, {"video": 0.999 * eps}, cond, 4,
          callback_on_step_end=lambda pipe, step, time, there: seen.append(there["latents"]) or {})  # fmt: skip
     assert_close(rollout({"video": eps}, cond), {"video": seen[1]})
+    assert rollout.parameters == sum(p.numel() for p in read_student(saved / "high").transformer.parameters())
 
 
 def test_prompts_alone_train_the_low_expert_and_a_resumed_run_is_the_same(warm, teacher, tmp_path):
     """Two ranks in bf16 under ZeRO-3, whose trajectories end at different steps; stopped between two times of the rollout."""
     data, run = dataset(tmp_path / "data", latents=False), tmp_path / "run"
-    knobs = {"block_size_min": 2, "max_train_steps": 5, "save_every": 3, "validation_every": 5, "high_steps": 3,
-             "high_guidance_scale": 4.0}  # fmt: skip
+    knobs = {"block_size_min": 2, "max_train_steps": 5, "save_every": 3, "validation_every": 5, "validation_num": 1,
+             "high_steps": 3, "high_guidance_scale": 4.0}  # fmt: skip
     recipe = {**TRAINED, "teacher": str(teacher), "data": str(data), "expert": "low", **knobs}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     flags = ["--ds_config", ds_config(tmp_path, 3, True), "--recipe", tmp_path / "recipe.yaml"]
@@ -388,7 +391,7 @@ def adapted(warm, teacher, tmp_path_factory):
                   "lora_alpha": 5, "learning_rate": 0.05, **more}  # fmt: skip
         (folder / "recipe.yaml").write_text(json.dumps(recipe))
         flags = ["--ds_config", ds_config(folder, 3), "--recipe", folder / "recipe.yaml", "--run", folder / expert]
-        code, output = warm("train", *flags, *SIZE, ranks=2)
+        code, output = warm("train", *flags, *SIZE)
         assert code == 0, output
         more = {"high_student": str(folder / "high" / "student"), "high_steps": 2}
     return folder
@@ -429,6 +432,47 @@ def test_adapters_of_both_experts_load_in_the_stock_pipeline(adapted, teacher, w
     assert code == 0 and (tmp_path / "sample-nfe2-seed0" / "a-thing-0.mp4").exists(), output
 
 
+# -------------------------------------------------------------------------------------------- export
+
+
+def test_both_students_are_exported_together_with_their_adapters_merged(
+    adapted, teacher, tmp_path, monkeypatch, capsys
+):
+    def export(*words):
+        return export_pdd.main([str(w) for w in ("--to", "diffusers", *words)])
+
+    folders = [adapted / expert / "student" for expert in N]
+    assert export("--run", adapted / "low", "--second", adapted / "high", "--out", tmp_path / "both") == 0
+    names = {str(path.relative_to(tmp_path / "both").parts[0]) for path in (tmp_path / "both").rglob("*")}
+    assert names == {"high", "low", "README.md"}
+    for folder, expert in zip(folders, N):
+        ours, merged = read_student(folder), read_student(tmp_path / "both" / expert)
+        assert merged.adapters is None and merged.backbone.expert == expert
+        assert equal(ours.transformer.state_dict(), merged.transformer.state_dict())
+    # the card's own lines sample, as the adapters themselves do
+    card = (tmp_path / "both" / "README.md").read_text()
+    (code,) = re.findall("```python\n(.*?)```", card, re.S)
+    assert 'load_student("high", second="low", second_steps=1, base_model="BASE_MODEL")' in code
+    state, cond, seen = start(*chosen(teacher, "high")), family_wan.conditioning(2, 1), {}
+    made = call(load_student(folders[0], text_encoders=False, second=folders[1]), state, cond, 2)
+    monkeypatch.chdir(tmp_path / "both")
+    exec(code.replace("BASE_MODEL", str(teacher)).replace('pipe("a prompt", ', "arguments = dict("), seen)
+    assert (seen["arguments"].pop("num_inference_steps"), seen["arguments"]) == (2, {"guidance_scale": 1})
+    assert torch.equal(call(seen["pipe"], state, cond, 2)["video"], made["video"])
+
+    assert export("--run", adapted / "high", "--out", tmp_path / "one") == 0  # to be sampled beside any other
+    assert 'load_student(".", second="OTHER_EXPERT"' in (tmp_path / "one" / "README.md").read_text()
+    capsys.readouterr()
+    for words, message in [
+        (["--steps", 1], "the student is of the high expert; a stock pipeline allows those of the whole clock"),
+        (["--second", adapted / "low", "--steps", 2], "without --steps"),
+        (["--second", adapted / "high"], "second is of expert high"),
+        (["--second", adapted], "has no finished student"),
+    ]:
+        assert export("--run", adapted / "high", *words, "--out", tmp_path / "none") == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
 # -------------------------------------------------------------------------------------------- refusals
 
 
@@ -449,18 +493,46 @@ def test_choosing_an_expert_is_checked_by_name(teacher, tmp_path):
         read_backbone(tmp_path / "half").choose("low")
 
 
-@pytest.mark.parametrize("expert, latents, message", [
-    ([], True, "error: expert is None; allowed are high and low"),
-    (["--expert", "middle"], True, "error: expert is 'middle'; allowed is high, low"),
-    (["--expert", "low"], False, "error: expert is 'low' but data"),
+BARE = ["--prompt_repeats", "{}", "--validation_every", "0"]  # the default recipe's prompts are not there
+LOW, WALKED = ["--expert", "low"], ["--high_steps", "2", "--high_student"]
+
+
+@pytest.mark.parametrize("flags, latents, message", [
+    ([], True, "expert is None; allowed are high and low"),
+    (["--expert", "middle"], True, "expert is 'middle'; allowed is high, low"),
+    ([*LOW, "--rollout_mode", "data_latent"], False, "rollout_mode is 'data_latent' but data"),
+    (["--expert", "high", "--high_steps", "4"], False, "high_steps is 4; allowed is none but with expert low"),
+    ([*LOW, "--high_guidance_scale", "4"], True, "high_guidance_scale is 4.0; allowed is none, trajectories start"),
+    ([*LOW, "--high_guidance_scale", "4"], False, "cfg_uncond is None; allowed is"),
+    ([*LOW, "--high_steps", "0"], False, "high_steps is 0; allowed is an integer >= 1"),
+    ([*LOW, *WALKED, "HIGH", "--high_guidance_scale", "4"], False, "high_guidance_scale is 4.0; allowed is none, a high_s"),
+    ([*LOW, "--high_student", "HIGH"], False, "high_steps is None; allowed is an integer >= 1 with high_student"),
+    ([*LOW, *WALKED, "HIGH", "--high_steps", "7"], False, "high_steps is 7; allowed by high_student"),
+    ([*LOW, *WALKED, "LOW"], False, "is of expert low and boundary 0.875; allowed is the high"),
+    ([*LOW, *WALKED, "nowhere"], False, "high_student 'nowhere' has no pdd_config.json; allowed is a"),
 ])  # fmt: skip
-def test_bad_experts_end_with_one_line(expert, latents, message, teacher, warm, tmp_path):
+def test_bad_experts_end_with_one_line(flags, latents, message, saved, teacher, warm, tmp_path):
+    named = {"HIGH": saved / "high", "LOW": saved / "low"}
     code, output = warm(
         "train", "--ds_config", "ds_configs/zero3.json", "--teacher", teacher, "--data", dataset(tmp_path / "data", latents),
-        "--run", tmp_path / "run", *expert,
+        "--run", tmp_path / "run", *BARE, *SIZE, *(named.get(f, f) for f in flags),
     )  # fmt: skip
     assert code == 2 and output.count("error:") == 1 and message in output and "Traceback" not in output, output
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_counts_the_high_expert(teacher, warm, tmp_path):
+    data = dataset(tmp_path / "data", latents=False)
+    flags = ["--teacher", teacher, "--data", data, *LOW, *BARE, *SIZE, "--dry_run", "2"]
+    code, output = warm("train", "--ds_config", "ds_configs/zero3.json", *flags)
+    units = {"KiB": 2**10, "MiB": 2**20}
+    told = {k: float(v) * units[u] for k, v, u in re.findall(r"^ *(\D+?) +([\d.]+) (.iB)$", output, re.M)}
+    count = sum(p.numel() for p in load_transformer(teacher, torch.float32).parameters())
+    assert code == 0 and told["high expert"] == pytest.approx(2 * count / 2, abs=6), output  # in bf16 on two ranks
+    assert (
+        told["total"] == pytest.approx(sum(size for name, size in told.items() if name != "total"), abs=6000)
+        and count > 12000
+    )
 
 
 @pytest.mark.parametrize("flags, message", [
