@@ -2,6 +2,7 @@
 
     python export_pdd.py --to videox_fun --run runs/mine --out exports/mine
     python export_pdd.py --to diffusers --steps 1 --out exports/one        # of the newest complete run: a stock pipeline
+    python export_pdd.py --to diffusers --run runs/high --second runs/low --out exports/both      # two experts' students
     python export_pdd.py --from videox_fun FILE --base_model TEACHER --out students/theirs
     python export_pdd.py --from videox_fun FILE --base_model TEACHER --to comfyui --out exports/theirs
 
@@ -29,6 +30,11 @@ def parser() -> Parser:
         "--run", help="run folder whose student is written; the newest complete one under runs/ if not given"
     )
     flags.add_argument("--student", help="a student's folder, in the place of --run")
+    flags.add_argument(
+        "--second",
+        metavar="RUN",
+        help="the other expert's run folder or student's, to be written beside the first one's",
+    )
     flags.add_argument("--out", help="folder to be created")
     flags.add_argument(
         "--base_model", help="the teacher's folder or a hub's owner/name; the one in the contract if not given"
@@ -66,25 +72,33 @@ def export(args) -> None:
     from pdd.exchange import format_of, formats
     from pdd.exchange.base import load_portable, new_folder, save_portable
     from pdd.exchange.card import write_card
-    from pdd.formats import find_student
+    from pdd.formats import find_second, find_student
+    from pdd.pipeline import Course
 
     for knob, name, function in (("to", args.to, "write"), ("from", args.source and args.source[0], "read")):
         if name and name not in formats(function):
             raise ConfigError(f"{knob} is {name!r}; allowed are {', '.join(formats(function))}")
     if args.source and (args.run or args.student):
         raise ConfigError("from is given and so is run or student; allowed is one of them")
+    if args.second and (args.source or args.to != "diffusers" or args.steps):
+        raise ConfigError(f"second is {args.second!r}; allowed is none but with --to diffusers, and without --steps")
     options = wanted(args)
     try:
         if args.source:
-            student = format_of(args.source[0]).read(Path(args.source[1]), options)
+            students = [format_of(args.source[0]).read(Path(args.source[1]), options)]
         else:
-            student = load_portable(find_student(args.run, args.student), args.base_model)
+            students = [load_portable(find_student(args.run, args.student), args.base_model)]
+        if args.second:
+            students = Course(*students, load_portable(find_second(args.second), args.base_model)).students
         with new_folder(out) as draft:
+            for student in students:
+                folder = draft / student.backbone.expert if args.second else draft
+                if args.to:
+                    format_of(args.to).write(student, folder, options)
+                else:
+                    save_portable(student, folder)
             if args.to:
-                format_of(args.to).write(student, draft, options)
-                write_card(student, draft, args.to, options)
-            else:
-                save_portable(student, draft)
+                write_card(students, draft, args.to, options)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     print(f"{args.to or 'student'} written to {out}")

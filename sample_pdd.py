@@ -34,7 +34,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--second",
         metavar="RUN",
-        help="the other expert's run folder, or teacher: the checkpoint's own, in Euler steps",
+        help="the other expert's run folder or student's, or teacher: the checkpoint's own, in Euler steps",
     )
     flags.add_argument(
         "--second_steps",
@@ -80,16 +80,14 @@ def sample(args) -> None:
     from pdd.compare import compare
     from pdd.data import Rows
     from pdd.draws import noise
-    from pdd.formats import PRECISIONS, find_student, read_student, student_config
+    from pdd.formats import PRECISIONS, find_second, find_student, read_student, student_config
     from pdd.pipeline import TEACHER, Course, load_student, read_second
     from pdd.sampling import initial
     from pdd.student import FusedStudent
 
     folder = find_student(args.run, args.student)
     run = folder if args.student else folder.parent
-    second = args.second if args.second in (None, TEACHER) else Path(args.second)
-    if isinstance(second, Path) and not runs.is_complete(second):
-        raise ConfigError(f"second {str(second)!r} has no finished student; allowed is the folder of a complete run")
+    second = args.second if args.second in (None, TEACHER) else find_second(args.second)
     if args.compare and second is not None:
         raise ConfigError("compare is true; allowed is a student of the whole clock, without --second")
     for name in ("num", "batch"):
@@ -110,8 +108,7 @@ def sample(args) -> None:
         home = device if args.offload == "none" else "cpu"
         student = read_student(folder, dtype, home)
         if second is not None:
-            where = second / "student" if isinstance(second, Path) else second
-            second = read_second(student, where, args.second_steps, dtype=dtype, device=home)
+            second = read_second(student, second, args.second_steps, dtype=dtype, device=home)
         course = Course(student, second, args.second_steps, args.force)
         steps = [] if args.tol is not None else args.steps or [4]
         partitions = {k: course.nodes(k) for k in dict.fromkeys(steps)}

@@ -45,6 +45,7 @@ def train(argv: list[str]) -> int:
     from pdd.data import Rows
     from pdd.engine import Engine, Processes, SharedTeacher, StopSignal, fill_ds_config, freeze, read_ds_config
     from pdd.formats import PRECISIONS, contract, empty_transformer, load_transformer, save_trained
+    from pdd.high_noise import high_noise_rollout
     from pdd.lora import add_adapters, targeted
     from pdd.objective import Objective
     from pdd.pictures import grid as picture_grid
@@ -71,6 +72,7 @@ def train(argv: list[str]) -> int:
     if config.validation_every:
         validation_rows(config, rows)
     unconditional = unconditional_condition(config, backbone, rows)
+    rollout = high_noise_rollout(config, backbone, grid, rows)
     check_coverage(config, processes.world)
 
     if config.dry_run:
@@ -78,7 +80,7 @@ def train(argv: list[str]) -> int:
 
         filled = fill_ds_config(ds_config, config, config.dry_run, on_accelerator=True)
         if processes.rank == 0:
-            print(report(estimate(config, filled, backbone, grid, rows, config.dry_run), config.dry_run))
+            print(report(estimate(config, filled, backbone, grid, rows, config.dry_run, rollout), config.dry_run))
         return 0
 
     with processes:
@@ -92,6 +94,7 @@ def train(argv: list[str]) -> int:
         try:
             transformer = load_transformer(config.teacher_dir, dtype, backbone.component)
             base = None if config.lora_rank else load_transformer(config.teacher_dir, dtype, backbone.component)
+            high = rollout and rollout.load(dtype)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         transformer = widen(transformer, backbone, config.pdd_steps, keep_base=bool(config.lora_rank))
@@ -104,11 +107,15 @@ def train(argv: list[str]) -> int:
             teacher_model = SharedTeacher(model)
         else:
             teacher_model = freeze(Velocity(base, backbone), ds_config, processes.device)
+        if rollout is not None:
+            rollout.use(freeze(high, ds_config, processes.device))
         engine = Engine(model, head_parameters(transformer), ds_config, config.ema_decay, config.ema_start_step)
         student = Student(model, grid)
         teacher = Teacher(teacher_model, backbone, grid, config, unconditional)
-        objective = Objective(config, grid, student, teacher, rows, processes.rank, processes.world, processes.device)
-        validator = Validator(config, grid, backbone, rows, processes) if config.validation_every else None
+        objective = Objective(
+            config, grid, student, teacher, rows, processes.rank, processes.world, processes.device, rollout, processes.agree
+        )  # fmt: skip
+        validator = Validator(config, grid, backbone, rows, processes, rollout) if config.validation_every else None
 
         step = skipped = bad = 0
         if config.resume:

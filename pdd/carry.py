@@ -17,6 +17,34 @@ from torch import Tensor
 from pdd.backbones.base import State
 
 
+class Reserve:
+    """Starting states that take forwards to make: all ranks make them together, ahead, and keep each until it is wanted.
+
+    Ranks' trajectories end at different times, but ZeRO-3 hangs on unequal forwards. So as soon as one rank is short of a
+    state, every rank makes those of all its next trajectories. Each is wanted once in as many rounds as there are rungs, and
+    so often they are made. A state follows from its serial number alone, so that nothing of this is saved.
+
+    Args:
+        make: serial numbers ``[B]`` -> states; called by all ranks or by none.
+        agree: a flag -> the largest of all ranks' flags.
+    """
+
+    def __init__(self, make: Callable[[Tensor], State], agree: Callable[[int], int]):
+        self.make, self.agree = make, agree
+        self.ready: dict[int, State] = {}  # serial number -> state of that one
+
+    def fill(self, serials: Tensor, wanted: Tensor) -> None:
+        """Have the states of those ``serials`` ``[B]`` that are ``wanted``, bool ``[B]``; every rank calls it in every round."""
+        if self.agree(any(i not in self.ready for i in serials[wanted].tolist())):
+            state = self.make(serials)
+            self.ready |= {i: {m: x[row] for m, x in state.items()} for row, i in enumerate(serials.tolist())}
+
+    def take(self, serials: Tensor) -> State:
+        """States ``[B, ...]`` that :meth:`fill` had made; they are gone from here."""
+        states = [self.ready.pop(i) for i in serials.tolist()]
+        return {m: torch.stack([state[m] for state in states]) for m in states[0]}
+
+
 @dataclass
 class Slot:
     """One batch of trajectories under way.
@@ -92,18 +120,24 @@ class TrajectoryCarry:
             self.slots[index] = Slot(state, offsets, serials)
         return self.slots[index]
 
-    def commit(self, index: int, state: State, fresh: Callable[[Tensor], State]) -> Tensor:
+    def commit(
+        self, index: int, state: State, fresh: Callable[[Tensor], State], reserve: Reserve | None = None
+    ) -> Tensor:
         """Move a slot on to ``state``, one rung up; finished samples restart from ``fresh`` noise at rung 0.
 
-        So do samples whose state is no longer finite: those are returned, bool ``[B]``.
+        So do samples whose state is no longer finite: those are returned, bool ``[B]``. Where ``fresh`` takes forwards, a
+        ``reserve`` stands for it here.
         """
         slot = self.slots[index]
         rung, serial = slot.rung + 1, slot.serial
         lost = ~torch.stack([x.isfinite().flatten(1).all(1) for x in state.values()]).all(0).cpu()
         done = (rung >= self.num_rungs) | lost
+        lap = torch.div(serial - self.positions(index), self.total, rounding_mode="floor") + 1
+        following = self.serials(index, lap.clamp(min=self.first_lap))
+        if reserve is not None:  # by all ranks, whether or not a sample of theirs is done
+            reserve.fill(following, done)
+            fresh = reserve.take
         if bool(done.any()):
-            lap = torch.div(serial - self.positions(index), self.total, rounding_mode="floor") + 1
-            following = self.serials(index, lap.clamp(min=self.first_lap))
             serial, rung = torch.where(done, following, serial), torch.where(done, 0, rung)
             rows = torch.nonzero(done)[:, 0]
             restarted = fresh(serial[rows])

@@ -87,6 +87,17 @@ class Method:
         "simulate", "where student inputs come from: real latents, or trajectories that the student itself carries",
         choices=("simulate", "data_latent"), fixed=True,
     )  # fmt: skip
+    high_steps: int | None = knob(
+        None, "of the low expert on prompts alone: forwards in which the frozen high expert takes a trajectory from noise to the "
+        "boundary; 16 if not given", "forwards",
+    )  # fmt: skip
+    high_guidance_scale: float | None = knob(
+        None,
+        "guidance of that high expert, which is guided as the teacher is else; teacher_guidance_scale if not given",
+    )
+    high_student: str = knob(
+        "", "student of the high expert, a folder, to do so in its place; high_steps must be given"
+    )
     block_size_min: int = knob(32, "stride of training starts and of carried trajectories", "intervals", fixed=True)
     block_size_max: int = knob(128, "widest block that is supervised and may be sampled", "intervals")
     student_grid_indices: dict | None = knob(
@@ -256,6 +267,15 @@ class Config(Run, Lora, Optimization, Data, Guidance, Method, Model):
         for name in ("learning_rate", "head_learning_rate"):
             value = getattr(self, name)
             require(value is None or value > 0, name, value, "more than 0")
+        require(self.high_steps is None or self.high_steps >= 1, "high_steps", self.high_steps, "an integer >= 1")
+        for name in HIGH_KNOBS:
+            idle = not self.starts_at_boundary and bool(getattr(self, name))
+            require(not idle, name, getattr(self, name), "none but with expert low and rollout_mode simulate")
+        given = self.high_steps is not None or not self.high_student
+        require(given, "high_steps", None, "an integer >= 1 with high_student: the forwards that it is to take")
+        scale = self.high_guidance_scale
+        allowed = "none, a high_student has its guidance in its weights" if self.high_student else "more than 0"
+        require(scale is None or (scale > 0 and not self.high_student), "high_guidance_scale", scale, allowed)
         require(0 < self.grid_max_t <= 1, "grid_max_t", self.grid_max_t, "more than 0 and at most 1")
         for modality, shift in _per_modality(self.shift).items():
             require(_is_number(shift) and shift > 0, f"shift{modality}", shift, "more than 0")
@@ -366,15 +386,18 @@ class Config(Run, Lora, Optimization, Data, Guidance, Method, Model):
         return model_folder(self.teacher, weights, "features/*", "latents/*", "conditioning/*")
 
     @property
-    def needs_latents(self) -> bool:
-        """Do training states start from real latents? The low expert's own trajectories do: they start amid the clock."""
-        return self.rollout_mode == "data_latent" or self.expert == "low"
+    def starts_at_boundary(self) -> bool:
+        """Do trajectories start amid the clock: from real latents where the data has any, else where the high expert gets to?"""
+        return self.rollout_mode == "simulate" and self.expert == "low"
 
     @property
     def data_dir(self) -> Path:
         if self.data:
             return resolve(self.data)
-        return self.teacher_dir / ("latents" if self.needs_latents else "conditioning")
+        latents, conditioning = self.teacher_dir / "latents", self.teacher_dir / "conditioning"
+        if self.rollout_mode == "data_latent" or (self.starts_at_boundary and latents.exists()):
+            return latents
+        return conditioning
 
     @property
     def peak_learning_rates(self) -> tuple[float, float]:
@@ -472,6 +495,8 @@ def _list(name: str, value: Any) -> list:
         raise ConfigError(f"{name} is {value!r}; allowed is a list")
     return list(value)
 
+
+HIGH_KNOBS = ("high_steps", "high_guidance_scale", "high_student")  # what a low expert's run on prompts alone reads
 
 # mappings modality: number
 NUMBERS = ("shift", "loss_weights", "teacher_guidance_scale", "stg_scale", "modality_scale", "guidance_rescale_x0")

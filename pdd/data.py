@@ -77,7 +77,7 @@ def check_encoding(path: Path, teacher_dir: Path, encoders: tuple[str, ...]) -> 
 class Rows:
     """The dataset of a run: which prompts are trained on, and their conditioning.
 
-    A row has a ``prompt``, the family's conditioning columns and, where ``needs_latents``, its latent columns. Rows of the
+    A row has a ``prompt``, the family's conditioning columns and, where they are read, its latent columns. Rows of the
     empty and of the negative prompt are there to be looked up, not to be trained on. An optional boolean column
     ``<latents>_mask`` marks the valid elements of padded latents. A ``bucket`` column says that latents have several shapes:
     then they are flat, their shapes are in ``<latents>_shape``, and a row without a bucket has none.
@@ -102,13 +102,12 @@ class Rows:
             )
         latent_columns = backbone.latent_columns
         self.has_latents = all(c in self.dataset.column_names for c in latent_columns.values())
-        if config.needs_latents and not self.has_latents:
-            knob, otherwise = "rollout_mode is 'data_latent'", "rollout_mode simulate, or data with latents"
-            if config.expert == "low":
-                knob, otherwise = "expert is 'low'", "data with latents, for its trajectories start from noised ones"
+        if config.rollout_mode == "data_latent" and not self.has_latents:
             raise ConfigError(
-                f"{knob} but data {str(self.path)!r} has no {list(latent_columns.values())}; allowed is {otherwise}"
+                f"rollout_mode is 'data_latent' but data {str(self.path)!r} has no {list(latent_columns.values())}; allowed is "
+                "rollout_mode simulate, or data with latents"
             )
+        reads_latents = config.rollout_mode == "data_latent" or (config.starts_at_boundary and self.has_latents)
         self.masks = {m: f"{c}_mask" for m, c in latent_columns.items() if f"{c}_mask" in self.dataset.column_names}
         self.prompts: list[str] = list(self.dataset["prompt"])
         aside = {"", config.negative_prompt}
@@ -129,7 +128,7 @@ class Rows:
         kinds = {name: kind for kind, name in enumerate(sorted({self._bucket(i) for i in self.trained}))}
         self._shuffle = Grouped(torch.tensor([kinds[self._bucket(i)] for i in self._pass.tolist()]), config.seed)
         self._views: dict[tuple[str, ...], Dataset] = {}
-        of_one_shape = latent_columns if config.needs_latents and not self.buckets else {}
+        of_one_shape = latent_columns if reads_latents and not self.buckets else {}
         columns = [*backbone.columns, *of_one_shape.values()]
         self._check_columns(columns)
         if of_one_shape:

@@ -335,6 +335,20 @@ class LoadedStudent:
         return [*range(0, self.grid.pdd_steps, stride), self.grid.pdd_steps]
 
 
+def find_second(second: str) -> Path:
+    """The other expert's student that a script's ``--second`` means: of a run, or a student's own folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (Path(second), Path(second) / "student"):
+        if (folder / CONTRACT).exists():
+            return folder
+    raise ConfigError(
+        f"second {second!r} has no finished student; allowed is the folder of a complete run, or a student's"
+    )
+
+
 def find_student(run: str | None, student: str | None) -> Path:
     """The student's folder that a script's ``--run`` or ``--student`` means.
 
@@ -394,6 +408,20 @@ def read_student(
     read = _read_adapted if facts.get("lora_rank") else _read_whole
     transformer, backbone, adapters = read(folder, facts, dtype, base_model)
     return _loaded(transformer, backbone, grid, facts, device, adapters)
+
+
+def student_without_weights(folder: Path) -> LoadedStudent:
+    """What a student's small files say; its transformer has no weights.
+
+    Raises:
+        ValueError: no student there.
+    """
+    facts = read_contract(folder)
+    if facts.get("lora_rank"):
+        backbone = adapted_backbone(model_folder(facts["base_model"]), facts)
+    else:
+        backbone = whole_backbone(folder, facts)
+    return LoadedStudent(empty_transformer(backbone.config), backbone, grid_of(facts), facts)
 
 
 def grid_of(facts: dict[str, Any]) -> Grid:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from pdd.backbones import Backbone
 from pdd.config import Config
@@ -13,12 +14,19 @@ from pdd.engine import lowers_precision
 from pdd.float32 import kept_in_float32
 from pdd.formats import empty_transformer
 from pdd.grid import Grid
+from pdd.high_noise import HighNoiseRollout
 from pdd.lora import add_adapters
 from pdd.student import Student, Velocity, head_parameters, widen
 
 
 def estimate(
-    config: Config, ds_config: dict[str, Any], backbone: Backbone, grid: Grid, rows: Rows, ranks: int
+    config: Config,
+    ds_config: dict[str, Any],
+    backbone: Backbone,
+    grid: Grid,
+    rows: Rows,
+    ranks: int,
+    rollout: HighNoiseRollout | None = None,
 ) -> dict[str, int]:
     """Bytes per rank, and counts of parameters.
 
@@ -34,16 +42,18 @@ def estimate(
     dtype = torch.bfloat16 if half else torch.float32
     size = 2 if half else 4
     transformer = empty_transformer(backbone.config)
-    kept = {name: module.get_parameter(own).numel() for name, module, own, _ in kept_in_float32(transformer)}
+    kept = {name for name, *_ in kept_in_float32(transformer)}
     for name, parameter in transformer.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
-    base, copies = sum(p.numel() for p in transformer.parameters()), 0 if config.lora_rank else sum(kept.values())
+    base, copies = count(transformer), 0 if config.lora_rank else count_kept(transformer)
     transformer = widen(transformer, backbone, config.pdd_steps, keep_base=bool(config.lora_rank)).to("meta")
     if config.lora_rank:
         add_adapters(transformer, backbone, config.lora_targets, config.lora_rank, config.alpha, config.seed)
     heads = sum(p.numel() for p in head_parameters(transformer))
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    copies += sum(module.get_parameter(own).numel() for _, module, own, _ in kept_in_float32(transformer))
+    copies += count_kept(transformer)
+    high = rollout and rollout.empty()
+    copies += count_kept(high) if high else 0
 
     def share(sharded: bool) -> int:
         return ranks if sharded else 1
@@ -58,6 +68,7 @@ def estimate(
         "gradients": size * trained // share(stage >= 2),
         "optimizer": masters * trained // share(stage >= 1),
         "teacher": size * base // share(stage == 3),
+        "high expert": size * count(high) // share(stage == 3) if high else 0,
         "float32": 4 * copies * lowers_precision(ds_config),
     }
     if backbone.runs_on_meta:
@@ -65,7 +76,17 @@ def estimate(
     return out | {"total": sum(size for name, size in out.items() if not name.endswith("parameters"))}
 
 
-def activations(config: Config, transformer: torch.nn.Module, backbone: Backbone, grid: Grid, rows: Rows) -> int:
+def count(model: nn.Module) -> int:
+    """Its parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def count_kept(model: nn.Module) -> int:
+    """Those of them that Diffusers keeps in float32."""
+    return sum(module.get_parameter(own).numel() for _, module, own, _ in kept_in_float32(model))
+
+
+def activations(config: Config, transformer: nn.Module, backbone: Backbone, grid: Grid, rows: Rows) -> int:
     """Bytes that autograd saves in one student forward of a micro-batch, parameters left out."""
     batch = config.train_micro_batch_size_per_gpu
     if config.gradient_checkpointing:
@@ -101,7 +122,7 @@ def report(figures: dict[str, int], ranks: int) -> str:
         f"{figures['parameters']:,} parameters and {figures['head_parameters']:,} in the heads, "
         f"{figures['trained_parameters']:,} trained; per rank of {ranks}:"
     )
-    names = ("weights", "gradients", "optimizer", "teacher", "float32", "activations", "total")
+    names = ["weights", "gradients", "optimizer", "teacher", "high expert", "float32", "activations", "total"]
     names = [name for name in names if figures.get(name) != 0]
     sizes = (readable(figures[name]) if name in figures else "not counted" for name in names)
     return "\n".join([counts, *(f"{name:>12} {size:>12}" for name, size in zip(names, sizes))])

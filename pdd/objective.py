@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pdd.backbones.base import State
-from pdd.carry import TrajectoryCarry
+from pdd.carry import Reserve, TrajectoryCarry
 from pdd.config import Config
 from pdd.data import Rows
 from pdd.draws import generator_for, noise
@@ -147,10 +147,22 @@ class Objective:
         rows: this run's dataset.
         rank, world: this rank and how many there are.
         device: where states live.
+        rollout: ``(noise, conditioning) -> states`` at the grid's start, where neither noise alone nor latents give them.
+        agree: a flag -> the largest of all ranks' flags; needed with ``rollout``.
     """
 
     def __init__(
-        self, config: Config, grid: Grid, student: Student, teacher: Teacher, rows: Rows, rank: int, world: int, device
+        self,
+        config: Config,
+        grid: Grid,
+        student: Student,
+        teacher: Teacher,
+        rows: Rows,
+        rank: int,
+        world: int,
+        device: torch.device | str,
+        rollout: Callable[[State, dict[str, Tensor]], State] | None = None,
+        agree: Callable[[int], int] | None = None,
     ):
         self.config, self.grid, self.student, self.teacher, self.rows = config, grid, student, teacher, rows
         self.rank, self.world, self.device = rank, world, torch.device(device)
@@ -159,7 +171,8 @@ class Objective:
         self.group = self.batch * world * config.gradient_accumulation_steps  # the global batch: of one shape
         self.nodes = torch.tensor(config.starts + [config.pdd_steps])
         self.origin = (0, 0)  # a step, and the samples seen until then, by whatever ranks and batch
-        self.carry = None
+        self.carry, self.rollout = None, rollout
+        self.reserve = None if rollout is None else Reserve(self._fresh, agree)
         if config.rollout_mode == "simulate":
             self.carry = TrajectoryCarry(
                 len(self.nodes) - 1, config.gradient_accumulation_steps, self.batch, rank, world, config.stagger
@@ -235,7 +248,7 @@ class Objective:
         k = self._heads(step, round, n)
         losses = self._loss(slot.state, n, k, slot.serial, following)
         facts = {"n": n, "distance": k - n[:, None], "rung": slot.rung}
-        facts["lost"] = self.carry.commit(round, losses.x_next, self._fresh)
+        facts["lost"] = self.carry.commit(round, losses.x_next, self._fresh, self.reserve)
         return losses, facts
 
     def _noise(self, serials: Tensor, shapes: dict[str, tuple[int, ...]]) -> State:
@@ -244,10 +257,11 @@ class Objective:
 
     def _fresh(self, serials: Tensor) -> State:
         """States at the grid's start of the trajectories with these serial numbers."""
-        x0 = None
-        if not self.grid.starts_from_noise:
-            x0 = self.rows.latents(self.rows.shuffled(serials, self.group), self.device)
-        return initial(self._noise(serials, self.rows.latent_shapes), self.grid, x0)
+        eps, indices = self._noise(serials, self.rows.latent_shapes), self.rows.shuffled(serials, self.group)
+        if self.rollout is not None:
+            return self.rollout(eps, self.rows.cond(indices, self.device))
+        x0 = None if self.grid.starts_from_noise else self.rows.latents(indices, self.device)
+        return initial(eps, self.grid, x0)
 
     def _advance(self, state: State, serials: Tensor, rung: int) -> State:
         """One rung of the stagger's pre-walk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,8 +42,17 @@ def validation_rows(config: Config, rows: Rows) -> list[int]:
 class Validator:
     """Draws its own noise, so that validating changes nothing in training; shares the samples evenly among ranks."""
 
-    def __init__(self, config: Config, grid: Grid, backbone: Backbone, rows: Rows, processes: Processes):
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        backbone: Backbone,
+        rows: Rows,
+        processes: Processes,
+        rollout: Callable[[State, dict[str, Tensor]], State] | None = None,
+    ):
         self.config, self.grid, self.backbone, self.rows, self.processes = config, grid, backbone, rows, processes
+        self.rollout = rollout
         self.prompts = validation_rows(config, rows)
         self.total = len(self.prompts) * config.validation_num
         share = -(-self.total // processes.world)
@@ -51,6 +61,7 @@ class Validator:
         batch = config.train_micro_batch_size_per_gpu
         self.chunks = [mine[i : i + batch] for i in range(0, share, batch)]
         self.reference: list[State] | None = None
+        self.starts: list[State] | None = None
 
     def __call__(self, student: Student, teacher: Teacher, run: Path, step: int) -> dict[int, float]:
         """Endpoint error (relative L2 to the teacher's N-step trajectory) for each of ``validation_steps``; collective.
@@ -77,17 +88,22 @@ class Validator:
         return errors
 
     def _starts(self) -> list[tuple[State, dict[str, Tensor]]]:
+        indices = [torch.tensor([self.prompts[i % self.total // self.config.validation_num] for i in chunk])
+                   for chunk in self.chunks]  # fmt: skip
+        conds = [self.rows.cond(rows, self.processes.device) for rows in indices]
+        if self.starts is None:  # a rollout takes forwards
+            self.starts = [self._start(*each) for each in zip(self.chunks, indices, conds)]
+        return list(zip(self.starts, conds))
+
+    def _start(self, chunk: list[int], indices: Tensor, cond: dict[str, Tensor]) -> State:
         device, dtype = self.processes.device, DTYPES[self.config.precision_decoding]
-        starts = []
-        for chunk in self.chunks:
-            eps = {
-                m: torch.stack([noise(shape, self.config.seed, "validation", m, i) for i in chunk]).to(device, dtype)
-                for m, shape in self.rows.latent_shapes.items()
-            }
-            indices = torch.tensor([self.prompts[i % self.total // self.config.validation_num] for i in chunk])
-            x0 = None if self.grid.starts_from_noise else self.rows.latents(indices, device)
-            starts.append((initial(eps, self.grid, x0), self.rows.cond(indices, device)))
-        return starts
+        eps = {
+            m: torch.stack([noise(shape, self.config.seed, "validation", m, i) for i in chunk]).to(device, dtype)
+            for m, shape in self.rows.latent_shapes.items()
+        }
+        if self.rollout is not None:
+            return self.rollout(eps, cond)
+        return initial(eps, self.grid, None if self.grid.starts_from_noise else self.rows.latents(indices, device))
 
     def _picture(self, states: list[State], path: Path) -> None:
         images = self.processes.gather(torch.cat([self.backbone.to_images(s).float() for s in states]))[: self.total]

@@ -60,6 +60,7 @@ def stock(
     uncond: dict[str, torch.Tensor] | None = None,
     guidance: float = 1.0,
     guidance_2: float | None = None,
+    after: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """The stock pipeline's last latents, in this project's layout.
 
@@ -68,6 +69,7 @@ def stock(
         sigmas: modality -> noise levels of its steps, the final 0 left out.
         cond, uncond: conditional and unconditional columns.
         guidance, guidance_2: its guidance scale, and that of the second expert.
+        after: the latents after so many steps, in the place of the last ones.
     """
     pipe = WanPipeline.from_pretrained(folder, **dict.fromkeys(ABSENT))
     # the published scheduler, UniPC, is of second order; the sigmas given are final
@@ -75,8 +77,10 @@ def stock(
     pipe.scheduler.given = sigmas["video"]
     pipe.set_progress_bar_config(disable=True)
     negative = {f"negative_{name}": value for name, value in (uncond or {}).items()}
+    seen = []
     latents = pipe(
         **cond, **negative, latents=state["video"], num_inference_steps=len(sigmas["video"]), guidance_scale=guidance,
         guidance_scale_2=guidance_2, output_type="latent", **vars(SIZE),
+        callback_on_step_end=lambda pipe, step, time, there: seen.append(there["latents"]) or {},
     ).frames  # fmt: skip
-    return {"video": latents}
+    return {"video": latents if after is None else seen[after - 1]}

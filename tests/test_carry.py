@@ -1,9 +1,13 @@
 """Carried trajectories, several ranks in one process, and the draws that make a trajectory from its serial number."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 
-from pdd.carry import TrajectoryCarry, merge, stagger_offset, uncovered_rungs
+from pdd.carry import Reserve, TrajectoryCarry, merge, stagger_offset, uncovered_rungs
 from pdd.draws import Shuffle, generator_for, noise
 
 # rungs, slots, batch, ranks
@@ -249,6 +253,43 @@ def test_a_trajectory_that_is_no_longer_finite_restarts():
     slot = carry.slots[0]
     assert slot.rung.tolist() == [1, 0, 1] and slot.serial.tolist() == [0, 4, 2]
     assert slot.state["x"][:, 0].tolist() == [0, 4, 2] and slot.state["y"].isfinite().all()
+
+
+@STAGGER
+def test_ranks_make_starting_states_together_about_once_in_as_many_rounds_as_rungs(stagger):
+    """Whatever is lost; and each restart is that of a carry which makes its states alone."""
+    shape, rounds = (4, 2, 3, 3), 21
+    meet, flags = threading.Barrier(3, timeout=20), [0] * 3
+
+    def climb(carry, rank, lose, reserve=None):
+        seen = []
+        for round in range(rounds):
+            for index in range(2):
+                slot = carry.slot(index, fresh_states, World().advance)
+                state = {"x": slot.state["x"], "y": slot.state["y"] + 1}
+                if (round, rank, index) in lose:
+                    state["y"][0] = float("nan")
+                carry.commit(index, state, fresh_states, reserve)
+                seen += [carry.slots[index].serial.tolist(), carry.slots[index].state["x"][:, 0].tolist()]
+        return seen
+
+    def agreed(rank, flag):
+        flags[rank] = flag
+        meet.wait()
+        largest = max(flags)
+        meet.wait()
+        return largest
+
+    def together(rank, carry, lose):
+        calls = []
+        reserve = Reserve(lambda serials: calls.append(serials) or fresh_states(serials), partial(agreed, rank))
+        return climb(carry, rank, lose, reserve), len(calls)
+
+    for lose in ([], [(5, 0, 1), (6, 2, 0), (6, 0, 1)]):
+        with ThreadPoolExecutor(3) as pool:
+            made = list(pool.map(together, range(3), ranks_of(shape, stagger), [lose] * 3))
+        assert len({count for _, count in made}) == 1 and made[0][1] <= 2 * (rounds // 4 + 1) + len(lose)
+        assert [seen for seen, _ in made] == [climb(c, rank, lose) for rank, c in enumerate(ranks_of(shape, stagger))]
 
 
 def test_merge_chooses_sample_by_sample():

@@ -152,6 +152,7 @@ SPECIAL = {
     "uncond_skip_layer",
 }
 SPECIAL |= {"on_damage", "max_bad_steps"}  # in test_resume.py
+SPECIAL |= {"high_steps", "high_guidance_scale", "high_student"}  # in test_wan22.py
 SPECIAL |= {"stg_scale", "spatio_temporal_guidance_blocks", "modality_scale"}  # in test_ltx2_guidance.py
 
 

@@ -1,8 +1,10 @@
 """The dry run's estimate against what a real model allocates."""
 
+import family_wan
 import pytest
 import torch
 from conftest import SMALL, TEACHER
+from datasets import Dataset
 
 from pdd.backbones import read_backbone
 from pdd.config import parse_training
@@ -78,8 +80,23 @@ def test_model_states_follow_from_the_stage(stage, bf16, ema, expected):
         assert figures[name] == pytest.approx(each * trained, rel=1e-5), name
     teacher = (2 if bf16 else 4) * figures["parameters"] / (4 if stage == 3 else 1)
     assert figures["teacher"] == pytest.approx(teacher, rel=1e-5)
-    states = ("weights", "gradients", "optimizer", "teacher", "float32", "activations")
+    states = ("weights", "gradients", "optimizer", "teacher", "high expert", "float32", "activations")
     assert figures["total"] == sum(figures[name] for name in states)
+
+
+def test_what_is_kept_in_float32_is_counted_whole_for_every_role(tmp_path):
+    family_wan.build(tmp_path / "teacher")
+    g = {c: v.tolist() for c, v in family_wan.conditioning(1, 1).items()}
+    Dataset.from_dict({"prompt": ["a thing"], **g}).save_to_disk(tmp_path / "data")
+    size = [f"--{name}={value}" for name, value in vars(family_wan.SIZE).items()]
+    flags = [*SMALL, "--teacher", str(tmp_path / "teacher"), "--data", str(tmp_path / "data"), *size]
+    config, _ = resolve_training(None, parse_training("", flags)[1])
+    backbone = read_backbone(tmp_path / "teacher", family_wan.SIZE)
+    parts = (backbone, Grid(config.pdd_steps, {"video": 1.0}), Rows(config, backbone))
+    kept = [p for p in load_transformer(tmp_path / "teacher", torch.bfloat16).parameters() if p.dtype == torch.float32]
+    ds_config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    assert estimate(config, ds_config, *parts, ranks=4)["float32"] == 2 * 4 * sum(p.numel() for p in kept)
+    assert estimate(config, {}, *parts, ranks=4)["float32"] == 0
 
 
 def test_a_dry_run_prints_and_writes_nothing(warm, tmp_path):

@@ -1,20 +1,25 @@
 """Wan 2.2's two experts: each distilled over its own part of the clock, both sampled in the stock pipeline."""
 
 import json
+import math
+import re
 import shutil
 
 import family_wan
 import pytest
 import torch
-from conftest import REPO, lines, student_weights
+from conftest import REPO, ds_config, equal, lines, student_weights
 from datasets import Dataset, load_from_disk
+from diffusers import WanPipeline
 from safetensors.torch import load_file
 
-from pdd.backbones import read_backbone
+import export_pdd
+from pdd.backbones import EXPERTS, read_backbone
 from pdd.config import Config, Guidance
 from pdd.data import Rows
 from pdd.draws import noise
 from pdd.formats import LoadedStudent, contract, empty_transformer, load_transformer, read_student, save_student
+from pdd.high_noise import high_noise_rollout
 from pdd.pipeline import Course, PDDScheduler, load_student
 from pdd.sampling import endpoint, initial
 from pdd.student import FusedStudent, Velocity, head_parameters, widen
@@ -296,6 +301,186 @@ def test_the_script_samples_both_runs_and_either_beside_its_teacher(runs, warm, 
         assert sample(f"{run}-plain", run, *beside, "--second_guidance", "1") != guided
 
 
+# -------------------------------------------------------------------------------------------- prompts alone
+
+
+def rollout_of(folder, data, dtype=torch.float32, **knobs):
+    """The rollout of a low expert's run, its weights read."""
+    config = Config(
+        **{**TRAINED, "teacher": str(folder), "expert": "low", "data": str(data), **vars(family_wan.SIZE), **knobs}
+    )
+    backbone = read_backbone(folder, family_wan.SIZE)
+    backbone.choose("low")
+    grid = backbone.grid(config.pdd_steps, {"video": config.shift}, config.grid_max_t)
+    rollout = high_noise_rollout(config, backbone, grid, Rows(config, backbone))
+    rollout.use(rollout.load(dtype).eval())
+    return rollout, grid
+
+
+@pytest.mark.parametrize("guidance, given", [(1.0, None), (4.0, None), (2.0, 4.0)])
+def test_low_trajectories_start_where_the_stock_pipeline_is_at_the_boundary(guidance, given, teacher, tmp_path):
+    data = dataset(tmp_path / "data", latents=False)
+    rollout, low = rollout_of(
+        teacher, data, teacher_guidance_scale=guidance, high_steps=5, high_guidance_scale=given, shift=3.0
+    )
+    eps, cond = torch.randn(2, 4, 4, 6, 8, generator=torch.Generator().manual_seed(3)), family_wan.conditioning(2, 1)
+    made = rollout({"video": eps}, cond)
+    uncond = load_from_disk(str(data)).with_format("torch")[2]["prompt_embeds"].expand(2, -1, -1)
+    # five even steps of the clock down to the boundary, where the other expert is to go on
+    left = torch.linspace(1, 0.875 / (3 * 0.124 + 0.875), 6, dtype=torch.float64)
+    high = 3 * left * 0.999 / (1 + 2 * left)
+    levels, first = {"video": [*high[:-1].tolist(), 0.875 - 1e-6]}, {"video": 0.999 * eps}
+    negative, scale = {"prompt_embeds": uncond} if guidance > 1 else None, given or guidance
+    assert_close(made, family_wan.stock(teacher, first, levels, cond, negative, scale, 7.0, after=5))
+    assert float(high[-1]) == pytest.approx(0.875, rel=1e-12) == float(low.sigma["video"][0])
+
+
+def test_a_student_of_the_high_expert_walks_as_in_its_pipeline(saved, teacher, tmp_path):
+    data = dataset(tmp_path / "data", latents=False)
+    rollout, _ = rollout_of(teacher, data, high_student=str(saved / "high"), high_steps=2)
+    eps, cond = torch.randn(2, 4, 4, 6, 8, generator=torch.Generator().manual_seed(3)), family_wan.conditioning(2, 1)
+    pipe, seen = load_student(saved / "high", text_encoders=False, second=saved / "low"), []
+    call(pipe, {"video": 0.999 * eps}, cond, 4,
+         callback_on_step_end=lambda pipe, step, time, there: seen.append(there["latents"]) or {})  # fmt: skip
+    assert_close(rollout({"video": eps}, cond), {"video": seen[1]})
+    assert sum(p.numel() for p in rollout.empty().parameters()) == sum(
+        p.numel() for p in read_student(saved / "high").transformer.parameters()
+    )
+
+
+def test_prompts_alone_train_the_low_expert_and_a_resumed_run_is_the_same(warm, teacher, tmp_path):
+    """Two ranks in bf16 under ZeRO-3, whose trajectories end at different steps; stopped between two times of the rollout."""
+    data, run = dataset(tmp_path / "data", latents=False), tmp_path / "run"
+    knobs = {
+        "block_size_min": 2,
+        "save_every": 1,
+        "keep_last": 3,
+        "validation_num": 1,
+        "high_steps": 3,
+        "high_guidance_scale": 4.0,
+    }
+    recipe = {**TRAINED, "teacher": str(teacher), "data": str(data), "expert": "low", **knobs}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    flags = ["--ds_config", ds_config(tmp_path, 3, True), "--recipe", tmp_path / "recipe.yaml"]
+    code, output = warm("train", *flags, "--run", run, *SIZE, ranks=2)
+    assert code == 0, output
+    losses, end = lines(run, "loss"), run / "checkpoints" / "step-000003"
+    assert len(losses) == 3 and all(map(math.isfinite, losses))
+
+    # rank 1 began at the second rung: it restarted at the ends of updates 1 and 3, and rank 0 after 2
+    rollout, _ = rollout_of(teacher, data, torch.bfloat16, high_steps=3, high_guidance_scale=4.0)
+    state = load_file(end / "trajectories-00001.safetensors")
+    assert state["0.rung"].tolist() == [0] and state["0.serial"].tolist() == [2 * 2 + 1]
+    rows = Rows(rollout.config, rollout.backbone)
+    cond = rows.cond(rows.shuffled(torch.tensor([5]), 2), "cpu")
+    start = rollout({"video": noise((4, 4, 6, 8), 0, "noise", "video", 5)[None]}, cond)
+    torch.testing.assert_close(state["0.state.video"], start["video"], rtol=0, atol=1e-2)
+
+    straight = {path.name: path.read_bytes() for path in end.iterdir()}
+    shutil.rmtree(end)
+    shutil.rmtree(run / "student")
+    (run / "latest").write_text("step-000001\n")
+    code, output = warm("train", *flags[:2], "--resume", "--run", run, ranks=2)
+    assert code == 0, output
+    assert lines(run, "loss") == losses
+    assert {path.name: path.read_bytes() for path in end.iterdir()} == straight
+
+
+# -------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.fixture(scope="module")
+def adapted(warm, teacher, tmp_path_factory):
+    """Runs of each expert with adapters, on prompts alone; the low one starts where the high one's student gets to."""
+    folder = tmp_path_factory.mktemp("adapted")
+    data, more = dataset(folder / "data", latents=False), {}
+    for expert in N:
+        recipe = {**TRAINED, "teacher": str(teacher), "data": str(data), "expert": expert, "validation_every": 0, "lora_rank": 3,
+                  "lora_alpha": 5, "learning_rate": 0.05, **more}  # fmt: skip
+        (folder / "recipe.yaml").write_text(json.dumps(recipe))
+        flags = ["--ds_config", ds_config(folder, 3), "--recipe", folder / "recipe.yaml", "--run", folder / expert]
+        code, output = warm("train", *flags, *SIZE)
+        assert code == 0, output
+        more = {"high_student": str(folder / "high" / "student"), "high_steps": 2}
+    return folder
+
+
+def test_adapters_of_both_experts_load_in_the_stock_pipeline(adapted, teacher, warm, tmp_path):
+    """By Diffusers' own loader, and the fused heads put in by hand: it samples as both students do together."""
+    folders = [adapted / expert / "student" for expert in N]
+    cond = family_wan.conditioning(2, 1)
+    ours = load_student(folders[0], text_encoders=False, second=folders[1])
+    state = start(*chosen(teacher, "high"))
+    made = call(ours, state, cond, 2)
+
+    pipe = WanPipeline.from_pretrained(teacher, **dict.fromkeys(family_wan.ABSENT))
+    plain = {
+        name: pipe.components[name].state_dict()["blocks.0.attn1.to_q.weight"].clone() for name in EXPERTS.values()
+    }
+    pipe.load_lora_weights(str(folders[0]), adapter_name="high")
+    pipe.load_lora_weights(str(folders[1]), adapter_name="low", load_into_transformer_2=True)
+    pipe.fuse_lora(components=list(EXPERTS.values()))
+    levels = [0.999]
+    for folder, (expert, name) in zip(folders, EXPERTS.items()):
+        transformer = pipe.components[name]
+        moved = transformer.state_dict()["blocks.0.attn1.to_q.base_layer.weight"] - plain[name]
+        assert moved.norm() > 1e-3 * plain[name].norm()
+        sigma = read_student(folder).grid.sigma["video"]
+        share = sigma.diff() / sigma.diff().sum()  # the whole part of the clock as one block
+        for entry, heads in load_file(folder / "pdd_heads.safetensors").items():
+            fused = torch.einsum("n,n...->...", share, heads.double())
+            transformer.get_parameter(entry).data.copy_(fused)
+        levels.append(float(sigma[-1]) - 1e-7)
+    pipe.scheduler = family_wan.Given(shift=1.0)
+    pipe.scheduler.given = levels[:2]
+    assert_close(made, call(pipe, state, cond, 2))
+
+    flags = ["--student", folders[0], "--second", folders[1], "--steps", "2", "--num", "1", "--out", tmp_path]
+    code, output = warm("sample", *flags)
+    assert code == 0 and (tmp_path / "sample-nfe2-seed0" / "a-thing-0.mp4").exists(), output
+
+
+# -------------------------------------------------------------------------------------------- export
+
+
+def test_both_students_are_exported_together_with_their_adapters_merged(
+    adapted, teacher, tmp_path, monkeypatch, capsys
+):
+    def export(*words):
+        return export_pdd.main([str(w) for w in ("--to", "diffusers", *words)])
+
+    folders = [adapted / expert / "student" for expert in N]
+    assert export("--run", adapted / "low", "--second", adapted / "high", "--out", tmp_path / "both") == 0
+    names = {str(path.relative_to(tmp_path / "both").parts[0]) for path in (tmp_path / "both").rglob("*")}
+    assert names == {"high", "low", "README.md"}
+    for folder, expert in zip(folders, N):
+        ours, merged = read_student(folder), read_student(tmp_path / "both" / expert)
+        assert merged.adapters is None and merged.backbone.expert == expert
+        assert equal(ours.transformer.state_dict(), merged.transformer.state_dict())
+    # the card's own lines sample, as the adapters themselves do
+    card = (tmp_path / "both" / "README.md").read_text()
+    (code,) = re.findall("```python\n(.*?)```", card, re.S)
+    assert 'load_student("high", second="low", second_steps=1, base_model="BASE_MODEL")' in code
+    state, cond, seen = start(*chosen(teacher, "high")), family_wan.conditioning(2, 1), {}
+    made = call(load_student(folders[0], text_encoders=False, second=folders[1]), state, cond, 2)
+    monkeypatch.chdir(tmp_path / "both")
+    exec(code.replace("BASE_MODEL", str(teacher)).replace('pipe("a prompt", ', "arguments = dict("), seen)
+    assert (seen["arguments"].pop("num_inference_steps"), seen["arguments"]) == (2, {"guidance_scale": 1})
+    assert torch.equal(call(seen["pipe"], state, cond, 2)["video"], made["video"])
+
+    assert export("--run", adapted / "high", "--out", tmp_path / "one") == 0  # to be sampled beside any other
+    assert 'load_student(".", second="OTHER_EXPERT"' in (tmp_path / "one" / "README.md").read_text()
+    capsys.readouterr()
+    for words, message in [
+        (["--steps", 1], "the student is of the high expert; a stock pipeline allows those of the whole clock"),
+        (["--second", adapted / "low", "--steps", 2], "without --steps"),
+        (["--second", adapted / "high"], "second is of expert high"),
+        (["--second", adapted], "has no finished student"),
+    ]:
+        assert export("--run", adapted / "high", *words, "--out", tmp_path / "none") == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
 # -------------------------------------------------------------------------------------------- refusals
 
 
@@ -316,18 +501,44 @@ def test_choosing_an_expert_is_checked_by_name(teacher, tmp_path):
         read_backbone(tmp_path / "half").choose("low")
 
 
-@pytest.mark.parametrize("expert, latents, message", [
-    ([], True, "error: expert is None; allowed are high and low"),
-    (["--expert", "middle"], True, "error: expert is 'middle'; allowed is high, low"),
-    (["--expert", "low"], False, "error: expert is 'low' but data"),
+BARE = ["--prompt_repeats", "{}", "--validation_every", "0"]  # the default recipe's prompts are not there
+LOW, WALKED = ["--expert", "low"], ["--high_steps", "2", "--high_student"]
+
+
+@pytest.mark.parametrize("flags, latents, message", [
+    ([], True, "expert is None; allowed are high and low"),
+    (["--expert", "middle"], True, "expert is 'middle'; allowed is high, low"),
+    ([*LOW, "--rollout_mode", "data_latent"], False, "rollout_mode is 'data_latent' but data"),
+    (["--expert", "high", "--high_steps", "4"], False, "high_steps is 4; allowed is none but with expert low"),
+    ([*LOW, "--high_guidance_scale", "4"], True, "high_guidance_scale is 4.0; allowed is none, trajectories start"),
+    ([*LOW, "--high_guidance_scale", "4"], False, "cfg_uncond is None; allowed is"),
+    ([*LOW, "--high_steps", "0"], False, "high_steps is 0; allowed is an integer >= 1"),
+    ([*LOW, *WALKED, "HIGH", "--high_guidance_scale", "4"], False, "high_guidance_scale is 4.0; allowed is none, a high_s"),
+    ([*LOW, "--high_student", "HIGH"], False, "high_steps is None; allowed is an integer >= 1 with high_student"),
+    ([*LOW, *WALKED, "HIGH", "--high_steps", "7"], False, "high_steps is 7; allowed by high_student"),
+    ([*LOW, *WALKED, "LOW"], False, "is of expert low and boundary 0.875; allowed is the high"),
+    ([*LOW, *WALKED, "nowhere"], False, "high_student 'nowhere' has no pdd_config.json; allowed is a"),
 ])  # fmt: skip
-def test_bad_experts_end_with_one_line(expert, latents, message, teacher, warm, tmp_path):
+def test_bad_experts_end_with_one_line(flags, latents, message, saved, teacher, warm, tmp_path):
+    named = {"HIGH": saved / "high", "LOW": saved / "low"}
     code, output = warm(
         "train", "--ds_config", "ds_configs/zero3.json", "--teacher", teacher, "--data", dataset(tmp_path / "data", latents),
-        "--run", tmp_path / "run", *expert,
+        "--run", tmp_path / "run", *BARE, *SIZE, *(named.get(f, f) for f in flags),
     )  # fmt: skip
     assert code == 2 and output.count("error:") == 1 and message in output and "Traceback" not in output, output
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_counts_the_high_expert(teacher, warm, tmp_path):
+    data = dataset(tmp_path / "data", latents=False)
+    flags = ["--teacher", teacher, "--data", data, *LOW, *BARE, *SIZE, "--dry_run", "2"]
+    code, output = warm("train", "--ds_config", "ds_configs/zero3.json", *flags)
+    units = {"KiB": 2**10, "MiB": 2**20}
+    told = {k: float(v) * units[u] for k, v, u in re.findall(r"^ *(\w[\w ]*?) +([\d.]+) (.iB)$", output, re.M)}
+    count = sum(p.numel() for p in load_transformer(teacher, torch.float32).parameters())
+    assert code == 0 and told["high expert"] == pytest.approx(2 * count / 2, abs=6), output  # in bf16 on two ranks
+    assert count > 12000  # or it would go unseen in the total
+    assert told["total"] == pytest.approx(sum(size for name, size in told.items() if name != "total"), abs=6000)
 
 
 @pytest.mark.parametrize("flags, message", [

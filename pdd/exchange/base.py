@@ -251,15 +251,19 @@ def require_grid(student: Portable, grid: Grid, options: Options, name: str, hin
     Raises:
         ValueError: one line that says how far off they are.
     """
-    if student.facts.get("expert") is not None:
-        raise ValueError(
-            f"the student is of the {student.facts['expert']} expert; {name} allows those of the whole clock"
-        )
+    require_whole_clock(student, name)
     off = max(float((a - grid.sigma[m]).abs().max()) for m, a in student.grid.sigma.items())
     if off > 1e-6 and not options.force:
         raise ValueError(
             f"the student's noise levels are up to {off:.2g} off those that {name} samples at ({hint}); --force writes it all "
             "the same"
+        )
+
+
+def require_whole_clock(student: Portable, name: str) -> None:
+    if student.facts.get("expert") is not None:
+        raise ValueError(
+            f"the student is of the {student.facts['expert']} expert; {name} allows those of the whole clock"
         )
 
 

@@ -24,6 +24,7 @@ from pdd.exchange.base import (
     base_of,
     metadata,
     require_grid,
+    require_whole_clock,
     skeleton,
     spoken,
     step_counts,
@@ -59,6 +60,7 @@ def write(student: Portable, folder: Path, options: Options) -> None:
 
 
 def write_pipeline(student: Portable, folder: Path, options: Options) -> None:
+    require_whole_clock(student, "a stock pipeline")  # Wan's cannot be called with the noise levels of two
     steps, nodes = wanted_steps(student, options)
     levels = list(student.grid.sigma.values())
     if any((a != levels[0]).any() for a in levels):
