@@ -50,7 +50,7 @@ pdd.objective.Objective.__call__ = killed
 
 @pytest.mark.parametrize("stage, bf16, regime, steps", [
     (0, False, "simulate", 8), (0, True, "data_latent", 8), (1, True, "simulate", 8), (2, False, "data_latent", 8),
-    (2, True, "simulate", 8), (3, True, "simulate", 40), (3, False, "data_latent", 8),
+    (2, True, "simulate", 40), (3, True, "simulate", 8), (3, False, "data_latent", 8),
 ])  # fmt: skip
 def test_a_killed_and_resumed_run_is_the_same_run(stage, bf16, regime, steps, warm, tmp_path):
     """Losses, masters, optimizer, average, student and trajectories, bit for bit, on two ranks with accumulation."""
@@ -162,8 +162,10 @@ def test_killed_thirty_times_nothing_is_lost_beyond_save_every(warm, tmp_path):
         "--ema_decay",
         "0.9",
     ]
+    # every stage saves by the same calls; this one starts and steps in the least time
+    engine = ["train", "--ds_config", ds_config(tmp_path, 2)]
     reference = tmp_path / "reference"
-    code, output = warm("train", *TRAIN[1:], *SMALL, *flags, "--run", reference, ranks=2)
+    code, output = warm(*engine, *SMALL, *flags, "--run", reference, ranks=2)
     assert code == 0, output
     run, dice, kills, in_saves = tmp_path / "run", random.Random(7), 0, 0
     # dies in a random one of the calls that write, sync, rename or remove, or between them, some updates from here
@@ -206,7 +208,7 @@ os.fsync, os.rename, os.replace = (dying(f, moment) for f in (os.fsync, os.renam
         if not (run / "latest").exists() and run.exists():
             shutil.rmtree(run)  # killed before the first checkpoint: nothing to resume
         began = int(newest(run).name[5:]) if (run / "latest").exists() else 0
-        code, output = warm("train", *TRAIN[1:], *resume, "--run", run, prelude=prelude, ranks=2)
+        code, output = warm(*engine, *resume, "--run", run, prelude=prelude, ranks=2)
         if code == 0:
             break
         kills += 1
@@ -218,7 +220,7 @@ os.fsync, os.rename, os.replace = (dying(f, moment) for f in (os.fsync, os.renam
             assert saved >= began and reached - saved <= 2 + 1, output
     assert kills >= 15 and in_saves >= 3, (kills, in_saves)
     if code != 0:
-        code, output = warm("train", *TRAIN[1:], "--resume", "--run", run, ranks=2)
+        code, output = warm(*engine, "--resume", "--run", run, ranks=2)
         assert code == 0, output
     assert lines(run, "step") == list(range(1, 61)) and lines(run, "loss") == lines(reference, "loss")
     assert equal(student_weights(run), student_weights(reference))
