@@ -91,13 +91,19 @@ def train(argv: list[str]) -> int:
         ds_config = fill_ds_config(ds_config, config, processes.world, processes.on_accelerator)
         dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
 
-        try:
-            transformer = load_transformer(config.teacher_dir, dtype, backbone.component)
-            base = None if config.lora_rank else load_transformer(config.teacher_dir, dtype, backbone.component)
-            high = rollout and rollout.load(dtype)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        transformer = widen(transformer, backbone, config.pdd_steps, keep_base=bool(config.lora_rank))
+        def read(load, *where):
+            try:
+                return load(*where)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+
+        # one model after the other, so that a rank's CPU memory never holds two whole ones under ZeRO-3
+        weights = (load_transformer, config.teacher_dir, dtype, backbone.component)
+        if rollout is not None:
+            rollout.use(freeze(read(rollout.load, dtype), ds_config, processes.device))
+        if not config.lora_rank:
+            teacher_model = freeze(Velocity(read(*weights), backbone), ds_config, processes.device)
+        transformer = widen(read(*weights), backbone, config.pdd_steps, keep_base=bool(config.lora_rank))
         if config.lora_rank:
             add_adapters(transformer, backbone, config.lora_targets, config.lora_rank, config.alpha, config.seed)
         if config.gradient_checkpointing:
@@ -105,10 +111,6 @@ def train(argv: list[str]) -> int:
         model = Velocity(transformer, backbone)
         if config.lora_rank:  # one copy of the weights for both roles
             teacher_model = SharedTeacher(model)
-        else:
-            teacher_model = freeze(Velocity(base, backbone), ds_config, processes.device)
-        if rollout is not None:
-            rollout.use(freeze(high, ds_config, processes.device))
         engine = Engine(model, head_parameters(transformer), ds_config, config.ema_decay, config.ema_start_step)
         student = Student(model, grid)
         teacher = Teacher(teacher_model, backbone, grid, config, unconditional)

@@ -91,7 +91,7 @@ def fill_ds_config(ds_config: dict[str, Any], config: Config, world: int, on_acc
     filled["optimizer"].setdefault("type", "AdamW")
     if filled.get("bf16", {}).get("enabled") == "auto":
         filled["bf16"]["enabled"] = on_accelerator
-    stage = filled.get("zero_optimization", {}).get("stage", 0)
+    stage = zero_stage(filled)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"ds_config zero_optimization.stage is {stage!r}; allowed are 0, 1, 2, 3")
     if filled.get("fp16", {}).get("enabled"):
@@ -100,6 +100,10 @@ def fill_ds_config(ds_config: dict[str, Any], config: Config, world: int, on_acc
     if left:
         raise ConfigError(f'ds_config {left[0]} is "auto", which nothing fills; allowed is a value')
     return filled
+
+
+def zero_stage(ds_config: dict[str, Any]) -> int:
+    return ds_config.get("zero_optimization", {}).get("stage", 0)
 
 
 def lowers_precision(ds_config: dict[str, Any]) -> bool:
@@ -244,6 +248,7 @@ class Engine:
         self.group_names = [g["name"] for g in groups if g["params"]]
         self._kept = {name for name, *_ in kept_in_float32(model)}
         self._float32 = Float32(model) if self._kept and lowers_precision(ds_config) else None
+        shard(model, ds_config)
         self.deepspeed, *_ = deepspeed.initialize(
             model=Root(model), model_parameters=[g for g in groups if g["params"]], config=ds_config
         )
@@ -708,23 +713,44 @@ def freeze(model: nn.Module, ds_config: dict[str, Any], device: torch.device) ->
     """The teacher as a callable: partitioned by an engine without optimizer under ZeRO-3, whole on the device otherwise."""
     model.requires_grad_(False).eval()
     float32 = Float32(model) if lowers_precision(ds_config) else None
-    if ds_config.get("zero_optimization", {}).get("stage", 0) != 3:
+    if zero_stage(ds_config) != 3:
         engine = model.to(device)
     else:
-        engine = _partitioned(model, ds_config)
+        engine = _sharded(model, ds_config)
     if float32:
         float32.attach(device)
     return engine
 
 
-def _partitioned(model: nn.Module, ds_config: dict[str, Any]) -> Any:
+def _sharded(model: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
     quiet = ("optimizer", "tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "gradient_clipping")
     frozen = {k: v for k, v in ds_config.items() if k not in quiet}
     zero = {k: v for k, v in frozen["zero_optimization"].items() if k != "offload_optimizer"}
-    engine, *_ = deepspeed.initialize(model=model, config={**frozen, "zero_optimization": zero})
+    frozen["zero_optimization"] = zero
+    shard(model, frozen)
+    engine, *_ = deepspeed.initialize(model=model, config=frozen)
     return engine
+
+
+def shard(model: nn.Module, ds_config: dict[str, Any]) -> None:
+    """Under ZeRO-3, leave each rank its share of a model on the CPU, one parameter after the other.
+
+    ``deepspeed.initialize`` would do so, too, but only after it has put the whole model on the device. Buffers go there.
+    """
+    import deepspeed
+
+    if zero_stage(ds_config) != 3:
+        return
+    if ds_config.get("bf16", {}).get("enabled"):
+        for (
+            parameter
+        ) in model.parameters():  # what was kept in float32; a sharded model's dtype is not touched any more
+            parameter.data = parameter.data.to(torch.bfloat16)
+    device = deepspeed.zero.Init(module=model, config_dict_or_path=ds_config).local_device
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
 
 
 class SharedTeacher:

@@ -10,7 +10,7 @@ from torch import nn
 from pdd.backbones import Backbone
 from pdd.config import Config
 from pdd.data import Rows
-from pdd.engine import lowers_precision
+from pdd.engine import lowers_precision, zero_stage
 from pdd.float32 import kept_in_float32
 from pdd.formats import empty_transformer
 from pdd.grid import Grid
@@ -37,7 +37,7 @@ def estimate(
     family cannot; with gradient checkpointing, the recomputation of one block comes on top. Not counted: buffers of
     collectives, fragmentation, the teacher's transient activations.
     """
-    stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+    stage = zero_stage(ds_config)
     half = bool(ds_config.get("bf16", {}).get("enabled"))
     dtype = torch.bfloat16 if half else torch.float32
     size = 2 if half else 4

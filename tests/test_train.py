@@ -227,6 +227,26 @@ def test_the_frozen_teacher_is_partitioned_under_zero_3_only(stage, warm, tmp_pa
     assert f"partitioned {count if stage == 3 else 0} of {count}" in output, output
 
 
+def test_no_device_ever_holds_a_whole_model_under_zero_3(warm, tmp_path):
+    """DeepSpeed itself would put it there, to shard it."""
+    watch = """
+import torch
+moved, to = [], torch.nn.Module.to
+def watched(self, *args, **kwargs):
+    moved.append(sum(p.numel() for p in self.parameters()))
+    return to(self, *args, **kwargs)
+torch.nn.Module.to = watched
+import pdd.objective
+call = pdd.objective.Objective.__call__
+def told(self, step, round):
+    print(f"largest move {max([0, *moved])}\\n", end="", flush=True)
+    return call(self, step, round)
+pdd.objective.Objective.__call__ = told
+"""
+    code, output = warm("train", *TRAIN[1:], *SMALL, "--run", tmp_path / "run", prelude=watch, ranks=2)
+    assert code == 0 and "largest move 0\n" in output, output
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_validating_with_the_average_changes_nothing_in_training(stage, warm, tmp_path):
     config = ["--ema_decay", "0.5", "--ds_config", ds_config(tmp_path, stage)]
