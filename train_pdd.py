@@ -38,12 +38,20 @@ def train(argv: list[str]) -> int:
     # everything that can be wrong is found before any process waits for another and before weights are read
     config, folder = runs.resolve_training(args.recipe, flags)
 
-    import torch
     from tqdm import tqdm
 
     from pdd.backbones import read_backbone
     from pdd.data import Rows
-    from pdd.engine import Engine, Processes, SharedTeacher, StopSignal, fill_ds_config, freeze, read_ds_config
+    from pdd.engine import (
+        Engine,
+        Processes,
+        SharedTeacher,
+        StopSignal,
+        fill_ds_config,
+        freeze,
+        model_dtype,
+        read_ds_config,
+    )
     from pdd.formats import PRECISIONS, contract, empty_transformer, load_transformer, save_trained
     from pdd.high_noise import high_noise_rollout
     from pdd.lora import add_adapters, targeted
@@ -89,7 +97,7 @@ def train(argv: list[str]) -> int:
         if problem := processes.from_first(runs.claim(folder) if first else None):
             raise ConfigError(problem)
         ds_config = fill_ds_config(ds_config, config, processes.world, processes.on_accelerator)
-        dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
+        dtype = model_dtype(ds_config)
 
         def read(load, *where):
             try:

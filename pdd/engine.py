@@ -106,6 +106,11 @@ def zero_stage(ds_config: dict[str, Any]) -> int:
     return ds_config.get("zero_optimization", {}).get("stage", 0)
 
 
+def model_dtype(ds_config: dict[str, Any]) -> torch.dtype:
+    """Of the parameters that an engine of a filled ds_config has."""
+    return torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
+
+
 def lowers_precision(ds_config: dict[str, Any]) -> bool:
     """Does a filled ds_config compute in less than float32?"""
     return any(ds_config.get(mode, {}).get("enabled") for mode in ("bf16", "torch_autocast"))
@@ -331,20 +336,16 @@ class Engine:
     @torch.no_grad()
     def _refresh_exact(self, state: str = MASTER) -> None:
         """What is kept in float32 follows its masters, or another state of the optimizer; collective."""
-        if self._float32 is None:
+        if self._float32 is None or not self._float32.trained.numel():
             return
-        trained = {n: e for n, e in self._float32.exact.items() if self._float32.parameters[n].requires_grad}
-        flat = torch.zeros(sum(e.numel() for e in trained.values()), device=self.deepspeed.device)
-        parts = dict(zip(trained, flat.split([e.numel() for e in trained.values()])))
+        self._float32.trained.zero_()
         for name, parameter, start, end in self._own_exact:
             piece = self._piece(parameter, state)
             if piece is None:  # the average of what no gradient ever reached
                 piece = self._piece(parameter, MASTER)
-            parts[name][start:end].copy_(piece[: end - start])
+            self._float32.exact[name].view(-1)[start:end].copy_(piece[: end - start])
         if self.stage > 0:
-            dist.all_reduce(flat)
-        for name, exact in trained.items():
-            exact.copy_(parts[name].view_as(exact))
+            dist.all_reduce(self._float32.trained)
 
     # -- weight average -------------------------------------------------------------------------------
 
@@ -727,8 +728,7 @@ def _sharded(model: nn.Module, ds_config: dict[str, Any]) -> Any:
 
     quiet = ("optimizer", "tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "gradient_clipping")
     frozen = {k: v for k, v in ds_config.items() if k not in quiet}
-    zero = {k: v for k, v in frozen["zero_optimization"].items() if k != "offload_optimizer"}
-    frozen["zero_optimization"] = zero
+    frozen["zero_optimization"] = {k: v for k, v in frozen["zero_optimization"].items() if k != "offload_optimizer"}
     shard(model, frozen)
     engine, *_ = deepspeed.initialize(model=model, config=frozen)
     return engine
@@ -743,11 +743,8 @@ def shard(model: nn.Module, ds_config: dict[str, Any]) -> None:
 
     if zero_stage(ds_config) != 3:
         return
-    if ds_config.get("bf16", {}).get("enabled"):
-        for (
-            parameter
-        ) in model.parameters():  # what was kept in float32; a sharded model's dtype is not touched any more
-            parameter.data = parameter.data.to(torch.bfloat16)
+    for parameter in model.parameters():  # DeepSpeed does not touch the dtype of what is sharded already
+        parameter.data = parameter.data.to(model_dtype(ds_config))
     device = deepspeed.zero.Init(module=model, config_dict_or_path=ds_config).local_device
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)

@@ -35,6 +35,7 @@ class Float32:
     Attributes:
         parameters: name -> the parameter, which the engine owns and trains.
         exact: name -> what its module reads in its place, of its shape; the caller updates it in place.
+        trained: those of ``exact`` whose parameters are trained, flat, of which they are views; from :meth:`attach` on.
     """
 
     def __init__(self, model: nn.Module):
@@ -45,6 +46,10 @@ class Float32:
     def attach(self, device: torch.device) -> None:
         """Let the modules read the exact values, on their device, from now on."""
         self.exact = {name: value.to(device) for name, value in self.exact.items()}
+        trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        self.trained = torch.cat([torch.empty(0, device=device), *(self.exact[name].flatten() for name in trained)])
+        for name, part in zip(trained, self.trained.split([self.exact[name].numel() for name in trained])):
+            self.exact[name] = part.view_as(self.exact[name])
         modules: dict[nn.Module, tuple[list[tuple[str, str]], bool]] = {}
         for name, module, own, whole in self._found:
             modules.setdefault(module, ([], whole))[0].append((name, own))

@@ -10,7 +10,7 @@ from torch import nn
 from pdd.backbones import Backbone
 from pdd.config import Config
 from pdd.data import Rows
-from pdd.engine import lowers_precision, zero_stage
+from pdd.engine import lowers_precision, model_dtype, zero_stage
 from pdd.float32 import kept_in_float32
 from pdd.formats import empty_transformer
 from pdd.grid import Grid
@@ -38,9 +38,8 @@ def estimate(
     collectives, fragmentation, the teacher's transient activations.
     """
     stage = zero_stage(ds_config)
-    half = bool(ds_config.get("bf16", {}).get("enabled"))
-    dtype = torch.bfloat16 if half else torch.float32
-    size = 2 if half else 4
+    dtype = model_dtype(ds_config)
+    half, size = dtype == torch.bfloat16, dtype.itemsize
     transformer = empty_transformer(backbone.config)
     kept = {name for name, *_ in kept_in_float32(transformer)}
     for name, parameter in transformer.named_parameters():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -109,17 +108,16 @@ class MiniMaxH3(Backbone):
         layout = pack(text.shape[1], audio.shape[3], frames, sides, (p, q))
         tags, rows = layout.tags.to(video.device), {tag: r.to(video.device) for tag, r in layout.rows.items()}
         times = 1 - torch.cat([sigma["video"], sigma["audio"]])  # [2]
-        inputs = {
-            transformer.proj_in: rearrange(video, "b c f (h p) (w q) -> b (f h w) (c p q)", p=p, q=q),
-            transformer.audio_proj_in: rearrange(audio, "b s c l -> b (s l) c"),
-            transformer.time_embedder: transformer.time_proj(times),
-        }
-        with ExitStack() as stack:
-            for module, wanted in inputs.items():
-                stack.enter_context(unrounded(module, wanted))
+        video_in = rearrange(video, "b c f (h p) (w q) -> b (f h w) (c p q)", p=p, q=q)
+        audio_in = rearrange(audio, "b s c l -> b (s l) c")
+        with (
+            unrounded(transformer.proj_in, video_in),
+            unrounded(transformer.audio_proj_in, audio_in),
+            unrounded(transformer.time_embedder, transformer.time_proj(times)),
+        ):
             video_out, audio_out = transformer(
-                hidden_states=inputs[transformer.proj_in],
-                audio_hidden_states=inputs[transformer.audio_proj_in],
+                hidden_states=video_in,
+                audio_hidden_states=audio_in,
                 encoder_hidden_states=text,
                 timestep=times,
                 timestep_indices=(tags == SOUND).long(),  # text goes by the video's time
